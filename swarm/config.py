@@ -1,0 +1,204 @@
+"""Settings of a peer, grouped by the part that reads them, with presets for where a run lives.
+
+`PeerConfig.preset("wan")` is the default; `lan` and `local` shorten every patience. Durations end in `_s`, sizes in
+`_bytes`. Every field is documented where it is declared.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swarm.errors import ConfigError
+
+KIB = 1024
+MIB = 1024 * KIB
+PresetName = Literal["local", "lan", "wan"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeadlineConfig(_Section):
+    """Bounds of adaptive deadlines (see `swarm.net.deadlines`)."""
+
+    initial_s: float = Field(10.0, gt=0)
+    """Deadline of a call whose peer and method have too few samples."""
+    floor_s: float = Field(0.5, gt=0)
+    """No deadline is shorter."""
+    cap_s: float = Field(60.0, gt=0)
+    """No deadline is longer."""
+
+
+class TransportConfig(_Section):
+    """Listening, limits and pacing of the transport."""
+
+    listen_host: str = "0.0.0.0"
+    """Interface to listen on."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    announce: tuple[str, ...] = ()
+    """`host:port` addresses to tell others instead of the detected ones."""
+    connect_timeout_s: float = Field(10.0, gt=0)
+    """Patience for a connection with TLS handshake and hello."""
+    session_idle_s: float = Field(900.0, gt=0)
+    """A session that is not used for this long ends."""
+    max_control_bytes: int = Field(1 * MIB, gt=0)
+    """Largest control message accepted."""
+    max_stream_chunk_bytes: int = Field(4 * MIB, gt=0)
+    """Largest single message of a bulk stream accepted."""
+    chunk_bytes: int = Field(1 * MIB, gt=0)
+    """Size of the messages that we cut bulk streams into."""
+    max_calls_per_s: float = Field(2000.0, gt=0)
+    """Calls per second accepted from one peer id, with a burst of twice that."""
+    max_channels: int = Field(256, gt=0)
+    """Connections kept open; the least recently used is closed first."""
+    bulk_connections: int = Field(1, ge=1)
+    """Connections per peer for bulk streams; more help on long fat links."""
+    max_upload_bytes_s: float | None = Field(None, gt=0)
+    """Upload limit, or none."""
+
+
+class DhtConfig(_Section):
+    """Kademlia parameters and record lifetimes."""
+
+    bucket_size: int = Field(20, gt=0)
+    """Peers per routing-table bucket (Kademlia's k)."""
+    parallelism: int = Field(3, gt=0)
+    """Requests in flight per lookup (Kademlia's alpha)."""
+    replication: int = Field(5, gt=0)
+    """Nearest peers that hold a record."""
+    call_timeout_s: float = Field(5.0, gt=0)
+    """Cap of one DHT call."""
+    republish_fraction: float = Field(0.4, gt=0, lt=1)
+    """Authors renew a record after this fraction of its TTL."""
+    max_body_bytes: int = Field(4 * KIB, gt=0)
+    """Largest record body."""
+    max_entries: int = Field(100_000, gt=0)
+    """Records held in total."""
+    max_entries_per_author: int = Field(4096, gt=0)
+    """Records held of one author."""
+    max_entries_per_key: int = Field(4096, gt=0)
+    """Entries held of one key."""
+    maintenance_s: float = Field(30.0, gt=0)
+    """Interval of bucket refresh, expiry and hand-over."""
+
+
+class HostConfig(_Section):
+    """Expert hosting."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:0`, or `auto` for CUDA where there is one."""
+    max_experts: int | None = Field(None, ge=0)
+    """Most experts to hold; none lets memory decide."""
+    max_batch_tokens: int = Field(8192, gt=0)
+    """Token budget of one batched computation."""
+    max_queued_tokens: int = Field(65536, gt=0)
+    """Tokens that may wait; more are refused with `HostBusyError`."""
+    forward_cache_bytes: int = Field(512 * MIB, gt=0)
+    """Inputs kept for backward passes that may come."""
+    announce_ttl_s: float = Field(30.0, gt=0)
+    """Lifetime of the record that lists the held experts."""
+    replica_sync_s: float = Field(10.0, gt=0)
+    """Interval at which a secondary replica copies the primary."""
+    placement_s: float = Field(3.0, gt=0)
+    """Interval at which a host looks for experts that too few hosts hold."""
+
+
+class ClientConfig(_Section):
+    """Calls to remote experts."""
+
+    directory_refresh_s: float = Field(3.0, gt=0)
+    """Interval at which the expert directory is refreshed in the background."""
+    deadline: DeadlineConfig = DeadlineConfig()
+
+
+class AveragingConfig(_Section):
+    """Group forming and averaging rounds."""
+
+    matchmaking_s: float = Field(10.0, gt=0)
+    """Window in which a group forms."""
+    round_timeout_s: float = Field(60.0, gt=0)
+    """Budget of one round after its group is sealed."""
+    chunk_timeout_s: float = Field(10.0, gt=0)
+    """Patience for the next chunk of a member before it is dropped for the rest of the round."""
+
+
+class PeerConfig(_Section):
+    """All settings of a peer."""
+
+    name: str = ""
+    """What people call this peer; empty derives one from its id."""
+    data_dir: Path | None = None
+    """Where identity, known peers and checkpoints live; none keeps everything in memory."""
+    heartbeat_s: float = Field(30.0, gt=0)
+    """Lifetime of the peer's own record is three of these."""
+    transport: TransportConfig = TransportConfig()
+    deadline: DeadlineConfig = DeadlineConfig()
+    dht: DhtConfig = DhtConfig()
+    host: HostConfig = HostConfig()
+    client: ClientConfig = ClientConfig()
+    averaging: AveragingConfig = AveragingConfig()
+
+    @classmethod
+    def preset(cls, name: PresetName, **overrides: Any) -> PeerConfig:
+        """The settings for a run on one machine (`local`), one network (`lan`) or the internet (`wan`).
+
+        Args:
+            name: The preset.
+            overrides: Fields to change; a mapping for a section changes only the fields it names.
+
+        Raises:
+            ConfigError: The preset or a field is unknown, or a value cannot work.
+        """
+        if name not in _PRESETS:
+            raise ConfigError(f"There is no preset {name!r}.", fix=f"Use one of {', '.join(_PRESETS)}.")
+        try:
+            return cls.model_validate(_merged(_PRESETS[name], overrides))
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"The configuration cannot be used: {problems}.", fix="Correct the named fields.") from error
+
+    @classmethod
+    def from_toml(cls, path: Path) -> PeerConfig:
+        """Read a profile: an optional `preset` and any fields of this class. Raises `ConfigError`."""
+        try:
+            values = tomllib.loads(path.read_text("utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as TOML: {error}", fix="Check the path and the syntax.") from error
+        return cls.preset(values.pop("preset", "wan"), **values)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in changes.items():
+        below = result.get(key)
+        if isinstance(value, BaseModel):
+            value = value.model_dump(exclude_unset=True)
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "wan": {},
+    "lan": {
+        "heartbeat_s": 10.0,
+        "deadline": {"initial_s": 5.0, "floor_s": 0.2, "cap_s": 30.0},
+        "client": {"deadline": {"initial_s": 5.0, "floor_s": 0.2, "cap_s": 30.0}},
+        "dht": {"call_timeout_s": 2.0, "maintenance_s": 10.0},
+        "averaging": {"matchmaking_s": 5.0, "round_timeout_s": 30.0, "chunk_timeout_s": 5.0},
+    },
+    "local": {
+        "heartbeat_s": 2.0,
+        "transport": {"listen_host": "127.0.0.1", "connect_timeout_s": 5.0},
+        "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0},
+        "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0}},
+        "dht": {"call_timeout_s": 1.0, "maintenance_s": 3.0},
+        "host": {"announce_ttl_s": 6.0, "replica_sync_s": 5.0, "placement_s": 1.0},
+        "averaging": {"matchmaking_s": 3.0, "round_timeout_s": 10.0, "chunk_timeout_s": 3.0},
+    },
+}
