@@ -1,0 +1,445 @@
+"""Framing of tensors, without I/O: how call metadata and tensors become a sequence of `bytes` messages, and back.
+
+A frame is
+
+```
+magic "SWT1" | u32 little-endian header size | msgpack header | payload of tensor 0 | payload of tensor 1 | ...
+header = {"meta": {...}, "tensors": [[dtype, shape, codec, nbytes], ...]}
+```
+
+and message boundaries may fall anywhere in it. The reader trusts nothing: every field is checked and every size bounded
+by `Limits` before memory is allocated; whatever is wrong raises a `WireError`. Tensors with codec `none` are copied once
+on each side: into the `bytes` message that gRPC wants, and out of it into the tensor's memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from swarm.errors import FrameTooLargeError, MalformedFrameError, TruncatedStreamError, UnsupportedDtypeError, WireError
+from swarm.tensors.codecs import CODECS, Codec, codec, device_flat, tensor_bytes
+from swarm.tensors.schema import DTYPE_NAMES, DTYPES, MAX_DIMS, parse_dtype
+
+MAGIC = b"SWT1"
+DEFAULT_CHUNK_BYTES = 1 << 20
+_PREFIX = struct.Struct("<4sI")
+_MAX_DIM = 1 << 62
+_MAX_CONTAINER = 16384
+_STAGE_BYTES = 1 << 20
+_FIELDS = 4
+
+if sys.byteorder != "little":  # pragma: no cover - torch supports no big-endian platform that swarm does
+    raise ImportError("swarm's wire format needs a little-endian machine.")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a receiver accepts in one frame. Nothing is allocated beyond it."""
+
+    max_header_bytes: int = 1 << 20
+    """Size of the msgpack header."""
+    max_tensors: int = 4096
+    """Number of tensors."""
+    max_payload_bytes: int = 1 << 30
+    """All tensors together, both encoded and decoded."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def _codecs_of(tensors: Sequence[Tensor], codecs: str | Sequence[str]) -> list[Codec]:
+    if isinstance(codecs, str):
+        return [codec(codecs)] * len(tensors)
+    if len(codecs) != len(tensors):
+        raise ValueError(f"{len(codecs)} codecs for {len(tensors)} tensors.")
+    return [codec(name) for name in codecs]
+
+
+def _pack_header(meta: dict[str, Any], tensors: Sequence[Tensor], codecs: Sequence[Codec]) -> tuple[bytes, int]:
+    """Prefix and header as bytes, and the payload's size."""
+    rows = []
+    total = 0
+    for tensor, with_codec in zip(tensors, codecs, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise UnsupportedDtypeError(
+                "Only dense tensors that hold data can travel.", fix="Call `to_dense()` or materialise it."
+            )
+        dtype = tensor.dtype
+        if not with_codec.carries(dtype):
+            with_codec.check(dtype)
+        nbytes = with_codec.encoded_nbytes(tensor.numel(), dtype)
+        total += nbytes
+        rows.append((DTYPE_NAMES[dtype], tuple(tensor.shape), with_codec.name, nbytes))
+    try:
+        header = msgpack.packb({"meta": meta, "tensors": rows})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MalformedFrameError(f"The metadata of a call cannot be encoded: {error}.") from error
+    return _PREFIX.pack(MAGIC, len(header)) + header, total
+
+
+def _payload(tensor: Tensor, with_codec: Codec, piece_bytes: int) -> Iterator[memoryview]:
+    """The encoded tensor in pieces; conversions happen one piece at a time."""
+    numel = tensor.numel()
+    if numel == 0:
+        return
+    if with_codec.is_copy:
+        yield with_codec.encode(tensor)
+        return
+    unit = with_codec.unit_elements
+    step = max(1, piece_bytes // with_codec.encoded_nbytes(unit, tensor.dtype)) * unit
+    if numel <= step:
+        yield with_codec.encode(tensor)
+        return
+    flat = device_flat(tensor)
+    for start in range(0, numel, step):
+        yield with_codec.encode(flat[start : start + step])
+
+
+def encode(
+    meta: dict[str, Any],
+    tensors: Sequence[Tensor],
+    codecs: str | Sequence[str] = "none",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Iterator[bytes]:
+    """Encode metadata and tensors as messages of at most `chunk_bytes`.
+
+    Everything is checked at once; tensors are read and converted while the result is iterated, so they must not change
+    until then. A frame that fits into `chunk_bytes` is a single message; otherwise the header comes first, alone.
+
+    Args:
+        meta: msgpack-able values.
+        tensors: Dense tensors of any layout, on any device.
+        codecs: One codec name for all tensors, or one each.
+        chunk_bytes: Largest message.
+
+    Raises:
+        UnsupportedDtypeError: A dtype or codec is unknown or they do not go together.
+        MalformedFrameError: `meta` holds something that msgpack cannot carry.
+    """
+    by_tensor = _codecs_of(tensors, codecs)
+    header, total = _pack_header(meta, tensors, by_tensor)
+    return _messages(header, total, tensors, by_tensor, chunk_bytes)
+
+
+def _messages(
+    header: bytes, total: int, tensors: Sequence[Tensor], codecs: Sequence[Codec], chunk_bytes: int
+) -> Iterator[bytes]:
+    if len(header) + total <= chunk_bytes:
+        yield _join(header, tensors, codecs)
+        return
+    for start in range(0, len(header), chunk_bytes):
+        yield header[start : start + chunk_bytes]
+    parts: list[memoryview] = []
+    room = chunk_bytes
+    for tensor, with_codec in zip(tensors, codecs, strict=True):
+        for piece in _payload(tensor, with_codec, chunk_bytes):
+            start, size = 0, len(piece)
+            while size - start >= room:
+                parts.append(piece[start : start + room])
+                yield b"".join(parts)
+                parts.clear()
+                start += room
+                room = chunk_bytes
+            if start < size:
+                parts.append(piece[start:])
+                room -= size - start
+    if parts:
+        yield b"".join(parts)
+
+
+def _join(header: bytes, tensors: Sequence[Tensor], codecs: Sequence[Codec]) -> bytes:
+    return b"".join([header, *(c.encode(t) for t, c in zip(tensors, codecs, strict=True))])
+
+
+def to_frame(meta: dict[str, Any], tensors: Sequence[Tensor], codecs: str | Sequence[str] = "none") -> bytes:
+    """A whole frame as one message, for small unary calls. Raises what `encode` raises."""
+    by_tensor = _codecs_of(tensors, codecs)
+    return _join(_pack_header(meta, tensors, by_tensor)[0], tensors, by_tensor)
+
+
+def from_frame(data: bytes, limits: Limits = DEFAULT_LIMITS) -> tuple[dict[str, Any], list[Tensor]]:
+    """Decode a whole frame. The tensors are on the CPU, writable, in memory of their own. Raises `WireError`."""
+    reader = FrameReader(limits)
+    reader.feed(data)
+    return reader.meta, reader.tensors()
+
+
+class _Spec:
+    """One row of a checked header."""
+
+    __slots__ = ("codec", "dtype", "name", "nbytes", "shape")
+
+    def __init__(self, dtype: torch.dtype, name: str, shape: tuple[int, ...], with_codec: Codec, nbytes: int) -> None:
+        self.dtype = dtype
+        self.name = name
+        self.shape = shape
+        self.codec = with_codec
+        self.nbytes = nbytes
+
+
+def _refuse_extension(kind: int, _: bytes) -> Any:
+    raise MalformedFrameError(f"The header holds a msgpack extension (type {kind}); plain values are expected.")
+
+
+def _parse_row(row: Any) -> tuple[_Spec, int]:
+    """One checked row and its decoded size."""
+    if type(row) is not list or len(row) != _FIELDS:
+        raise MalformedFrameError("A tensor's header is not a list of dtype, shape, codec and size.")
+    dtype_field, dims, codec_field, nbytes = row
+    dtype = DTYPES.get(dtype_field) if type(dtype_field) is str else None
+    if dtype is None:
+        dtype = parse_dtype(dtype_field)
+    with_codec = CODECS.get(codec_field) if type(codec_field) is str else None
+    if with_codec is None:
+        with_codec = codec(codec_field)
+    if not with_codec.carries(dtype):
+        with_codec.check(dtype)
+    if type(dims) is not list or len(dims) > MAX_DIMS:
+        raise MalformedFrameError(f"A tensor's shape is not a list of at most {MAX_DIMS} sizes.")
+    numel = 1
+    extent = 1
+    for size in dims:
+        if type(size) is not int or size < 0:
+            raise MalformedFrameError("A tensor's shape holds something else than sizes.")
+        numel *= size
+        if size > 1:
+            extent *= size
+            if extent > _MAX_DIM:
+                raise MalformedFrameError("A tensor's shape has more elements than any memory.")
+    if type(nbytes) is not int or nbytes != with_codec.encoded_nbytes(numel, dtype):
+        raise MalformedFrameError("A tensor's size in bytes does not belong to its shape, dtype and codec.")
+    return _Spec(dtype, dtype_field, tuple(dims), with_codec, nbytes), numel * dtype.itemsize
+
+
+def _parse_header(data: memoryview, limits: Limits) -> tuple[dict[str, Any], list[_Spec]]:
+    try:
+        header = msgpack.unpackb(
+            data,
+            ext_hook=_refuse_extension,
+            max_array_len=max(limits.max_tensors, _MAX_CONTAINER),
+            max_map_len=_MAX_CONTAINER,
+        )
+    except WireError:
+        raise
+    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+        raise MalformedFrameError(f"The header is not valid msgpack: {str(error)[:120]}.") from error
+    if type(header) is not dict or header.keys() != {"meta", "tensors"}:
+        raise MalformedFrameError("The header is not a map of `meta` and `tensors`.")
+    meta, rows = header["meta"], header["tensors"]
+    if type(meta) is not dict or type(rows) is not list:
+        raise MalformedFrameError("`meta` is not a map or `tensors` is not a list.")
+    if len(rows) > limits.max_tensors:
+        raise FrameTooLargeError(f"{len(rows)} tensors in one frame; at most {limits.max_tensors} are accepted.")
+    specs = []
+    encoded = decoded = 0
+    for row in rows:
+        spec, nbytes = _parse_row(row)
+        encoded += spec.nbytes
+        decoded += nbytes
+        if encoded > limits.max_payload_bytes or decoded > limits.max_payload_bytes:
+            raise FrameTooLargeError(
+                f"A frame announces {max(encoded, decoded)} bytes or more; at most {limits.max_payload_bytes} are "
+                "accepted.",
+                fix="Send less at once, or raise the receiver's limit.",
+            )
+        specs.append(spec)
+    return meta, specs
+
+
+class FrameReader:
+    """Reads one frame from messages cut anywhere. Memory of a tensor is allocated when its first byte arrives.
+
+    After an error the reader stays unusable and raises the same error again.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_decoded",
+        "_error",
+        "_filled",
+        "_flat",
+        "_limits",
+        "_meta",
+        "_raw",
+        "_specs",
+        "_target",
+        "_tensors",
+    )
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
+        self._buffer = bytearray()
+        self._meta: dict[str, Any] | None = None
+        self._specs: list[_Spec] = []
+        self._tensors: list[Tensor] = []
+        self._error: WireError | None = None
+        # The tensor that is arriving: its bytes (codec none) or a staging window of encoded bytes.
+        self._target: memoryview | None = None
+        self._raw: Tensor | None = None
+        self._flat: Tensor | None = None
+        self._filled = 0
+        self._decoded = 0
+
+    @property
+    def has_header(self) -> bool:
+        """Whether the header has arrived."""
+        return self._meta is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole frame has arrived."""
+        return self._meta is not None and len(self._tensors) == len(self._specs) and self._error is None
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The call's metadata. Raises `TruncatedStreamError` before the header has arrived."""
+        if self._meta is None:
+            raise TruncatedStreamError("The stream ended before the header of a frame had arrived.")
+        return self._meta
+
+    @property
+    def payload_bytes(self) -> int:
+        """Encoded size of all announced tensors; 0 before the header has arrived."""
+        return sum(spec.nbytes for spec in self._specs)
+
+    @property
+    def converts(self) -> bool:
+        """Whether feeding does more than copy memory: some announced tensor needs decoding or checking."""
+        return any(not spec.codec.is_copy or spec.dtype is torch.bool for spec in self._specs)
+
+    def feed(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Take the next message. Raises `WireError` for anything that is not part of one valid frame."""
+        if self._error is not None:
+            raise self._error
+        try:
+            self._feed(memoryview(chunk))
+        except WireError as error:
+            self._error = error
+            raise
+
+    def finish(self) -> None:
+        """Raise `TruncatedStreamError` unless the whole frame has arrived (or the error met before)."""
+        if self._error is not None:
+            raise self._error
+        if not self.complete:
+            raise TruncatedStreamError(
+                f"The stream ended after {len(self._tensors)} of {len(self._specs)} announced tensors."
+                if self._meta is not None
+                else "The stream ended before the header of a frame had arrived."
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the complete frame. Raises what `finish` raises."""
+        self.finish()
+        return self._tensors
+
+    def _feed(self, view: memoryview) -> None:
+        if self._meta is None:
+            rest = self._feed_header(view)
+            if rest is None:
+                return
+            view = rest
+        position, size = 0, len(view)
+        while position < size:
+            target = self._target
+            if target is None:
+                raise MalformedFrameError(f"{size - position} bytes follow the end of a frame.")
+            filled = self._filled
+            count = min(size - position, len(target) - filled)
+            target[filled : filled + count] = view[position : position + count]
+            position += count
+            self._filled = filled + count
+            if self._filled == len(target):
+                self._target_full()
+
+    def _feed_header(self, view: memoryview) -> memoryview | None:
+        """Collect the header; the rest of the message once it is complete."""
+        buffer = self._buffer
+        if not buffer and len(view) >= _PREFIX.size:
+            end = self._header_end(view)
+            if len(view) >= end:
+                self._open(view[_PREFIX.size : end])
+                return view[end:]
+        if len(buffer) < _PREFIX.size:
+            missing = _PREFIX.size - len(buffer)
+            buffer += view[:missing]
+            view = view[missing:]
+            if not MAGIC.startswith(buffer[: len(MAGIC)]):
+                raise MalformedFrameError("This is no tensor frame: the first bytes are wrong.")
+            if len(buffer) < _PREFIX.size:
+                return None
+        missing = self._header_end(buffer) - len(buffer)
+        buffer += view[:missing]
+        if len(view) < missing:
+            return None
+        self._open(memoryview(buffer)[_PREFIX.size :])
+        self._buffer = bytearray()
+        return view[missing:]
+
+    def _header_end(self, data: bytes | bytearray | memoryview) -> int:
+        magic, size = _PREFIX.unpack_from(data)
+        if magic != MAGIC:
+            raise MalformedFrameError("This is no tensor frame: the first bytes are wrong.")
+        if size > self._limits.max_header_bytes:
+            raise FrameTooLargeError(
+                f"A frame announces a header of {size} bytes; at most {self._limits.max_header_bytes} are accepted."
+            )
+        return _PREFIX.size + int(size)
+
+    def _open(self, header: memoryview) -> None:
+        meta, self._specs = _parse_header(header, self._limits)
+        self._meta = meta
+        self._next_tensor()
+
+    def _next_tensor(self) -> None:
+        """Prepare memory for the next tensor that has a payload."""
+        self._target = self._raw = self._flat = None
+        self._filled = self._decoded = 0
+        while len(self._tensors) < len(self._specs):
+            spec = self._specs[len(self._tensors)]
+            if spec.nbytes == 0:
+                self._tensors.append(torch.empty(spec.shape, dtype=spec.dtype))
+                continue
+            if spec.codec.is_copy:
+                self._raw = torch.empty(spec.nbytes, dtype=torch.uint8)
+                self._target = memoryview(self._raw.numpy())
+            else:
+                self._flat = torch.empty(spec.shape, dtype=spec.dtype).view(-1)
+                unit_bytes = spec.codec.encoded_nbytes(spec.codec.unit_elements, spec.dtype)
+                window = max(1, _STAGE_BYTES // unit_bytes) * unit_bytes
+                self._raw = torch.empty(min(spec.nbytes, window), dtype=torch.uint8)
+                self._target = tensor_bytes(self._raw)
+            return
+
+    def _target_full(self) -> None:
+        spec, raw = self._specs[len(self._tensors)], self._raw
+        assert raw is not None
+        if spec.codec.is_copy:
+            if spec.dtype is torch.bool and int(raw.max()) > 1:
+                raise MalformedFrameError("A bool tensor holds bytes other than 0 and 1.")
+            self._tensors.append((raw if spec.dtype is torch.uint8 else raw.view(spec.dtype)).view(spec.shape))
+            self._next_tensor()
+            return
+        flat = self._flat
+        assert flat is not None
+        unit = spec.codec.unit_elements
+        units = -(-self._filled // spec.codec.encoded_nbytes(unit, spec.dtype))
+        count = min(units * unit, flat.numel() - self._decoded)
+        spec.codec.decode_into(raw[: self._filled], flat[self._decoded : self._decoded + count])
+        self._decoded += count
+        if self._decoded == flat.numel():
+            self._tensors.append(flat.view(spec.shape))
+            self._next_tensor()
+            return
+        self._filled = 0
+        left = spec.codec.encoded_nbytes(flat.numel() - self._decoded, spec.dtype)
+        assert self._target is not None
+        self._target = self._target[: min(len(self._target), left)]
