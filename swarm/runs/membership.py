@@ -1,0 +1,277 @@
+"""Who belongs to a run: admission by credential, and the list of peers that say they are here.
+
+`CredentialAuthorizer` decides, from the run's public key alone, whom this peer lets in and what they may call.
+`PeerAnnouncer` keeps this peer's own record in the DHT fresh; `list_peers` reads everybody's. Records are hints: a
+hello confirms them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from swarm.clock import Clock
+from swarm.dht.node import Dht
+from swarm.endpoint import Endpoint
+from swarm.errors import AdmissionRefusedError, DhtError, InvalidInviteError, NetworkError, NotAuthorizedError
+from swarm.events import Event
+from swarm.identity import KeyPair, PeerId
+from swarm.net.security import Admission
+from swarm.net.transport import CallContext, Contact
+from swarm.roles import Role
+from swarm.runs.credentials import CLOCK_TOLERANCE_S, Credential, check_expiry, run_id_of
+
+MAX_NAME_CHARS = 64
+MAX_ADDRESSES = 8
+MAX_METRICS = 32
+LEAVE_TIMEOUT_S = 3.0
+
+
+class PeerState(StrEnum):
+    """What a peer is doing, in the words that people see."""
+
+    JOINING = "JOINING"
+    SYNCING = "SYNCING"
+    ONLINE = "ONLINE"
+    PAUSED = "PAUSED"
+    LEAVING = "LEAVING"
+
+
+class CredentialAuthorizer:
+    """Admits peers whose credential chains up to the run's key. Implements `swarm.net.security.Authorizer`.
+
+    Args:
+        run_public_key: The run (32 bytes).
+        credential: This peer's own credential, which it shows to others.
+        identity: This peer's key pair, which the credential must be for.
+        clock: Where the present is read for expiry.
+
+    Raises:
+        SecurityError: Our own credential is not valid here; better now than at the first hello.
+    """
+
+    def __init__(self, run_public_key: bytes, credential: bytes | Credential, identity: KeyPair, clock: Clock) -> None:
+        self.run_id: bytes = run_id_of(run_public_key)
+        self._run_public_key = run_public_key
+        self._clock = clock
+        encoded = credential.encoded if isinstance(credential, Credential) else credential
+        self._own = Credential.verify(encoded, run_public_key)
+        self._check(self._own, identity.public_key)
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """The roles that our own credential grants."""
+        return frozenset(self._own.roles)
+
+    def credential(self) -> bytes:
+        """What we show in hello."""
+        return self._own.encoded
+
+    def admit(self, peer_id: PeerId, public_key: bytes, credential: bytes) -> Admission:
+        """Decide about a peer that has proved, in hello, that it owns `public_key`.
+
+        Raises:
+            AdmissionRefusedError: It showed none, or the key is not the id's.
+            InvalidInviteError: Malformed, for another peer, or beyond what its invite allows.
+            WrongRunError, BadSignatureError, ExpiredInviteError: As they say.
+        """
+        if not credential:
+            raise AdmissionRefusedError("The peer showed no credential.", fix="Join with an invite of the run.")
+        if PeerId.of(public_key) != peer_id:
+            raise AdmissionRefusedError("The peer's public key does not belong to its id.")
+        shown = Credential.verify(credential, self._run_public_key)
+        self._check(shown, public_key)
+        expires = None if shown.expires_wall_s is None else shown.expires_wall_s + CLOCK_TOLERANCE_S
+        return Admission(roles=frozenset(shown.roles), expires_wall_s=expires)
+
+    def authorize(self, context: CallContext, roles: frozenset[Role]) -> None:
+        """Raise `NotAuthorizedError` unless the caller has one of `roles`."""
+        if context.roles.isdisjoint(roles):
+            has, needs = ", ".join(sorted(context.roles)) or "no role", ", ".join(sorted(roles))
+            raise NotAuthorizedError(
+                f"This call needs the role {needs}; the caller has {has}.", fix="Join with an invite for that role."
+            )
+
+    def _check(self, credential: Credential, public_key: bytes) -> None:
+        if credential.peer_public_key != public_key:
+            raise InvalidInviteError(
+                f"The credential was made for peer {credential.peer_id.short}, not for this one.",
+                fix="Join with the invite again.",
+            )
+        check_expiry("credential", credential.expires_wall_s, self._clock.wall())
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceFailed(Event):
+    """This peer's record could not be stored; others may not see it until the next heartbeat."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStateChanged(Event):
+    """This peer moved to another state."""
+
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecord:
+    """What a peer says about itself.
+
+    Attributes:
+        contact: Its id and addresses.
+        name: What people call it.
+        roles: What it says it does (hello tells what it may do).
+        state: What it is doing.
+        metrics: Numbers it publishes, e.g. `step`, `loss`, `tokens_per_s`.
+        record_version: Its author's count; higher is newer.
+        ttl_s: How long the record still counts.
+    """
+
+    contact: Contact
+    name: str
+    roles: frozenset[Role]
+    state: PeerState
+    metrics: Mapping[str, float]
+    record_version: int
+    ttl_s: float
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.contact.peer_id
+
+
+def peer_key(peer_id: PeerId) -> str:
+    """The DHT key that lists this peer: the membership list is spread over 16 keys by the id's first digit."""
+    return f"peers/{peer_id.digest[0] >> 4:x}"
+
+
+ALL_PEER_KEYS: tuple[str, ...] = tuple(f"peers/{digit:x}" for digit in range(16))
+
+
+class PeerAnnouncer:
+    """Keeps this peer's record alive: written at every heartbeat and state change, withdrawn on close.
+
+    Args:
+        endpoint: The peer.
+        metrics: Called at every heartbeat for the numbers to publish; at most `MAX_METRICS`, finite ones are kept.
+    """
+
+    def __init__(self, endpoint: Endpoint, metrics: Callable[[], Mapping[str, float]] = dict) -> None:
+        self._endpoint = endpoint
+        self._metrics = metrics
+        self._state = PeerState.JOINING
+        self._task: asyncio.Task[Any] | None = None
+        self._writing = asyncio.Lock()
+
+    @property
+    def state(self) -> PeerState:
+        return self._state
+
+    async def start(self) -> None:
+        """Announce now and at every heartbeat."""
+        if self._task is None:
+            await self.announce()
+            self._task = self._endpoint.runtime.spawn(self._beat(), "peer announcer")
+
+    async def set_state(self, state: PeerState) -> None:
+        """Change the state and tell everybody."""
+        if state != self._state:
+            self._state = state
+            self._endpoint.runtime.emit(PeerStateChanged(state=state.value))
+            if self._task is not None:
+                await self.announce()
+
+    async def announce(self) -> bool:
+        """Write the record once; says whether somebody stored it (a failure is an `AnnounceFailed` event)."""
+        endpoint = self._endpoint
+        async with self._writing:
+            try:
+                await endpoint.dht.put(peer_key(endpoint.peer_id), self._body(), ttl_s=3 * endpoint.config.heartbeat_s)
+            except (DhtError, NetworkError) as error:
+                endpoint.runtime.emit(AnnounceFailed(reason=error.message))
+                return False
+        return True
+
+    async def close(self) -> None:
+        """Stop, and withdraw the record within `LEAVE_TIMEOUT_S`. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self._endpoint.dht.delete(peer_key(self._endpoint.peer_id))
+        except (DhtError, NetworkError) as error:
+            self._endpoint.runtime.emit(AnnounceFailed(reason=f"The record could not be withdrawn: {error.message}"))
+        except TimeoutError:
+            self._endpoint.runtime.emit(AnnounceFailed(reason="The record could not be withdrawn in time."))
+
+    async def _beat(self) -> None:
+        runtime = self._endpoint.runtime
+        while True:
+            await asyncio.sleep(self._endpoint.config.heartbeat_s * runtime.rng.uniform(0.8, 1.0))
+            await self.announce()
+
+    def _body(self) -> dict[str, Any]:
+        endpoint = self._endpoint
+        metrics = {str(k)[:40]: float(v) for k, v in self._metrics().items()}
+        finite = [(k, v) for k, v in sorted(metrics.items()) if math.isfinite(v)]
+        return {
+            "name": endpoint.name[:MAX_NAME_CHARS],
+            "roles": sorted(r.value for r in endpoint.roles),
+            "addresses": list(endpoint.contact.addresses[:MAX_ADDRESSES]),
+            "state": self._state.value,
+            "metrics": dict(finite[:MAX_METRICS]),
+        }
+
+
+async def list_peers(dht: Dht, *, fresh: bool = True) -> list[PeerRecord]:
+    """Everybody who announced itself, ordered by peer id; malformed records are left out.
+
+    Args:
+        dht: The DHT of the run.
+        fresh: Ask the network rather than the local cache.
+    """
+    if fresh:
+        found = {key: await dht.get(key, fresh=True) for key in ALL_PEER_KEYS}
+    else:
+        found = await dht.get_many(ALL_PEER_KEYS)
+    records = []
+    for key in ALL_PEER_KEYS:
+        for entry in found.get(key, []):
+            record = _record(entry.author, entry.body, entry.record_version, entry.ttl_s)
+            if record is not None and entry.subkey == "" and peer_key(entry.author) == key:
+                records.append(record)
+    return sorted(records, key=lambda r: r.peer_id)
+
+
+def _record(author: PeerId, body: Any, record_version: int, ttl_s: float) -> PeerRecord | None:
+    """The record in a body that anybody may have written, or none."""
+    match body:
+        case {
+            "name": str(name),
+            "roles": list(roles),
+            "addresses": list(addresses),
+            "state": str(state),
+            "metrics": dict(metrics),
+        }:
+            pass
+        case _:
+            return None
+    if not all(isinstance(a, str) and len(a) <= 255 for a in addresses) or len(addresses) > MAX_ADDRESSES:
+        return None
+    known_roles = frozenset(Role(r) for r in roles if isinstance(r, str) and r in {m.value for m in Role})
+    numbers = {k: float(v) for k, v in metrics.items() if isinstance(k, str) and isinstance(v, int | float)}
+    if state not in {m.value for m in PeerState} or len(name) > MAX_NAME_CHARS or len(numbers) > MAX_METRICS:
+        return None
+    shown_name = "".join(c for c in name if c.isprintable())
+    return PeerRecord(
+        Contact(author, tuple(addresses)), shown_name, known_roles, PeerState(state), numbers, record_version, ttl_s
+    )
