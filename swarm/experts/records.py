@@ -1,0 +1,130 @@
+"""What hosts announce about their experts in the DHT, and the order of an expert's replicas, for hosts and clients.
+
+Key `experts/<grid>`, author = host, subkeys "0", "1", ... as many as the size limit of a record body needs. A host that
+holds nothing yet announces itself with an empty table, so that hosts that start together share the experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.errors import MalformedFrameError
+from swarm.experts.spec import parse_uid
+from swarm.identity import PeerId
+
+MAX_ADDRESSES = 8
+MAX_ADDRESS_CHARS = 255
+_FIXED_BODY_BYTES = 160
+
+
+def record_key(grid: str) -> str:
+    """The DHT key under which hosts of a grid announce themselves."""
+    return f"experts/{grid}"
+
+
+def snapshot_key(uid: str) -> str:
+    """The key under which a holder publishes an expert's state to other hosts."""
+    return f"expert/{uid}"
+
+
+def rendezvous_score(uid: str, peer_id: PeerId) -> int:
+    """A pseudo-random weight of (expert, peer) that everybody computes alike (rendezvous hashing)."""
+    return int.from_bytes(hashlib.sha256(uid.encode() + b"\0" + peer_id.digest).digest()[:8], "big")
+
+
+def rendezvous_order(uid: str, peers: Iterable[PeerId]) -> list[PeerId]:
+    """Peers by falling score; the first holder of an expert in this order is its primary replica."""
+    return sorted(peers, key=lambda p: (-rendezvous_score(uid, p), p.digest))
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """What one host says about itself for one grid.
+
+    Attributes:
+        peer_id: The host (the record's author).
+        addresses: Where it can be reached.
+        experts: Held experts of the grid with their weight versions.
+        queue_s: Expected wait of a new request.
+        capacity: Experts (of all grids together) that it is willing to hold.
+        load: Experts (of all grids together) that it holds.
+        leaving: It hands its experts over and will be gone soon; it comes last among replicas.
+    """
+
+    peer_id: PeerId
+    addresses: tuple[str, ...]
+    experts: Mapping[str, int] = field(default_factory=dict)
+    queue_s: float = 0.0
+    capacity: int = 0
+    load: int = 0
+    leaving: bool = False
+
+    def to_bodies(self, max_body_bytes: int) -> dict[str, dict[str, Any]]:
+        """Record bodies by subkey, each at most `max_body_bytes` when packed."""
+        base = {
+            "addresses": list(self.addresses[:MAX_ADDRESSES]),
+            "queue_s": round(self.queue_s, 4),
+            "capacity": self.capacity,
+            "load": self.load,
+            "leaving": self.leaving,
+        }
+        room = max_body_bytes - _FIXED_BODY_BYTES - sum(len(a.encode()) + 5 for a in self.addresses[:MAX_ADDRESSES])
+        chunks: list[dict[str, int]] = [{}]
+        used = 0
+        for uid in sorted(self.experts):
+            size = len(uid.encode()) + 2 + 9
+            if used + size > room and chunks[-1]:
+                chunks.append({})
+                used = 0
+            chunks[-1][uid] = self.experts[uid]
+            used += size
+        return {str(i): {**base, "experts": chunk} for i, chunk in enumerate(chunks)}
+
+    @classmethod
+    def from_body(cls, author: PeerId, body: Any) -> HostRecord:
+        """Read one body. Raises `MalformedFrameError`."""
+        if not isinstance(body, dict):
+            raise MalformedFrameError("An expert record is not a table.")
+        addresses, experts = body.get("addresses"), body.get("experts")
+        queue_s, capacity, load = body.get("queue_s", 0.0), body.get("capacity", 0), body.get("load", 0)
+        if (
+            not isinstance(addresses, list | tuple)
+            or len(addresses) > MAX_ADDRESSES
+            or not all(isinstance(a, str) and len(a) <= MAX_ADDRESS_CHARS for a in addresses)
+        ):
+            raise MalformedFrameError("The addresses of an expert record are not a short list of texts.")
+        if not isinstance(experts, dict) or not all(type(v) is int and v >= 0 for v in experts.values()):
+            raise MalformedFrameError("The experts of an expert record are not a table of weight versions.")
+        for uid in experts:
+            parse_uid(uid)
+        if (
+            type(queue_s) not in (int, float)
+            or not 0 <= queue_s < 1e6
+            or type(capacity) is not int
+            or type(load) is not int
+        ):
+            raise MalformedFrameError("The load of an expert record is not a number.")
+        leaving = body.get("leaving", False) is True
+        return cls(author, tuple(addresses), experts, float(queue_s), max(0, capacity), max(0, load), leaving)
+
+
+def merge_records(records: Iterable[HostRecord]) -> list[HostRecord]:
+    """One record per host: the subkeys of each joined, ordered by peer id."""
+    joined: dict[PeerId, HostRecord] = {}
+    for r in records:
+        known = joined.get(r.peer_id)
+        if known is not None:
+            experts = {**known.experts, **r.experts}
+            r = HostRecord(r.peer_id, r.addresses, experts, r.queue_s, r.capacity, r.load, known.leaving or r.leaving)
+        joined[r.peer_id] = r
+    return [joined[p] for p in sorted(joined)]
+
+
+def replica_order(uid: str, hosts: Sequence[HostRecord]) -> list[HostRecord]:
+    """The holders of an expert, primary first: rendezvous order, leaving hosts last."""
+    by_id = {h.peer_id: h for h in hosts if uid in h.experts}
+    order = [by_id[p] for p in rendezvous_order(uid, by_id)]
+    return [h for h in order if not h.leaving] + [h for h in order if h.leaving]
