@@ -1,9 +1,9 @@
 """Codecs: how the elements of a tensor become bytes, by a name that travels in the header.
 
 A codec cuts a flat tensor into units of `unit_elements` that are encoded independently of each other, so that a large
-tensor is converted chunk by chunk while the network carries the chunks before it. `none` copies bytes; `fp16` and `bf16`
-round to half precision. The lossy ones saturate: a finite value beyond the range of the format becomes the largest
-finite value, while NaN and infinity stay what they are, so that the receiver's finite check still sees them.
+tensor is converted chunk by chunk while the network carries the chunks before it. `none` copies bytes; `fp16` and
+`bf16` round to half precision. The lossy ones saturate: a finite value beyond the range of the format becomes the
+largest finite value, while NaN and infinity stay what they are, so that the receiver's finite check still sees them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes, without a copy. Writable; keeps the memory alive."""
     if tensor.numel() == 0:
         return _EMPTY
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def host_flat(tensor: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class NoneCodec(Codec):
 
 
 class HalfCodec(Codec):
-    """Two bytes an element: IEEE half (`fp16`) or bfloat16 (`bf16`), saturating. Carries real floats of 2, 4 or 8 bytes."""
+    """Two bytes an element: IEEE half (`fp16`) or bfloat16 (`bf16`), saturating. Carries floats of 2, 4 or 8 bytes."""
 
     _CARRIED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

@@ -124,7 +124,9 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype in _FLOAT8:
-        return all(bool(torch.isfinite(block.float()).all()) for block in tensor.reshape(-1).split(_FINITE_BLOCK))
+        return all(
+            bool(torch.isfinite(block.float()).all()) for block in torch.split(tensor.reshape(-1), _FINITE_BLOCK)
+        )
     # A finite sum proves finite terms and is four times cheaper; large finite terms may still overflow it.
     if torch.isfinite(tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < _FLOAT32_BYTES else None)):
         return True

@@ -7,52 +7,29 @@ magic "SWT1" | u32 little-endian header size | msgpack header | payload of tenso
 header = {"meta": {...}, "tensors": [[dtype, shape, codec, nbytes], ...]}
 ```
 
-and message boundaries may fall anywhere in it. The reader trusts nothing: every field is checked and every size bounded
-by `Limits` before memory is allocated; whatever is wrong raises a `WireError`. Tensors with codec `none` are copied once
-on each side: into the `bytes` message that gRPC wants, and out of it into the tensor's memory.
+and message boundaries may fall anywhere in it. The reader trusts nothing: every field is checked and every size
+bounded by `Limits` before memory is allocated; whatever is wrong raises a `WireError`. Tensors with codec `none` are
+copied once on each side: into the `bytes` message that gRPC wants, and out of it into the tensor's memory.
 """
 
 from __future__ import annotations
 
-import struct
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-import msgpack
 import torch
 from torch import Tensor
 
-from swarm.errors import FrameTooLargeError, MalformedFrameError, TruncatedStreamError, UnsupportedDtypeError, WireError
-from swarm.tensors.codecs import CODECS, Codec, codec, device_flat, tensor_bytes
-from swarm.tensors.schema import DTYPE_NAMES, DTYPES, MAX_DIMS, parse_dtype
+from swarm.errors import FrameTooLargeError, MalformedFrameError, TruncatedStreamError, WireError
+from swarm.tensors.codecs import Codec, codec, device_flat
+from swarm.tensors.header import DEFAULT_LIMITS, MAGIC, PREFIX, Limits, TensorHeader, pack_header, parse_header
+from swarm.tensors.memory import allocate
 
-MAGIC = b"SWT1"
+__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_LIMITS", "FrameReader", "Limits", "encode", "from_frame", "to_frame"]
+
 DEFAULT_CHUNK_BYTES = 1 << 20
-_PREFIX = struct.Struct("<4sI")
-_MAX_DIM = 1 << 62
-_MAX_CONTAINER = 16384
 _STAGE_BYTES = 1 << 20
-_FIELDS = 4
-
-if sys.byteorder != "little":  # pragma: no cover - torch supports no big-endian platform that swarm does
-    raise ImportError("swarm's wire format needs a little-endian machine.")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a receiver accepts in one frame. Nothing is allocated beyond it."""
-
-    max_header_bytes: int = 1 << 20
-    """Size of the msgpack header."""
-    max_tensors: int = 4096
-    """Number of tensors."""
-    max_payload_bytes: int = 1 << 30
-    """All tensors together, both encoded and decoded."""
-
-
-DEFAULT_LIMITS = Limits()
 
 
 def _codecs_of(tensors: Sequence[Tensor], codecs: str | Sequence[str]) -> list[Codec]:
@@ -61,28 +38,6 @@ def _codecs_of(tensors: Sequence[Tensor], codecs: str | Sequence[str]) -> list[C
     if len(codecs) != len(tensors):
         raise ValueError(f"{len(codecs)} codecs for {len(tensors)} tensors.")
     return [codec(name) for name in codecs]
-
-
-def _pack_header(meta: dict[str, Any], tensors: Sequence[Tensor], codecs: Sequence[Codec]) -> tuple[bytes, int]:
-    """Prefix and header as bytes, and the payload's size."""
-    rows = []
-    total = 0
-    for tensor, with_codec in zip(tensors, codecs, strict=True):
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise UnsupportedDtypeError(
-                "Only dense tensors that hold data can travel.", fix="Call `to_dense()` or materialise it."
-            )
-        dtype = tensor.dtype
-        if not with_codec.carries(dtype):
-            with_codec.check(dtype)
-        nbytes = with_codec.encoded_nbytes(tensor.numel(), dtype)
-        total += nbytes
-        rows.append((DTYPE_NAMES[dtype], tuple(tensor.shape), with_codec.name, nbytes))
-    try:
-        header = msgpack.packb({"meta": meta, "tensors": rows})
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MalformedFrameError(f"The metadata of a call cannot be encoded: {error}.") from error
-    return _PREFIX.pack(MAGIC, len(header)) + header, total
 
 
 def _payload(tensor: Tensor, with_codec: Codec, piece_bytes: int) -> Iterator[memoryview]:
@@ -125,7 +80,7 @@ def encode(
         MalformedFrameError: `meta` holds something that msgpack cannot carry.
     """
     by_tensor = _codecs_of(tensors, codecs)
-    header, total = _pack_header(meta, tensors, by_tensor)
+    header, total = pack_header(meta, tensors, by_tensor)
     return _messages(header, total, tensors, by_tensor, chunk_bytes)
 
 
@@ -162,7 +117,7 @@ def _join(header: bytes, tensors: Sequence[Tensor], codecs: Sequence[Codec]) -> 
 def to_frame(meta: dict[str, Any], tensors: Sequence[Tensor], codecs: str | Sequence[str] = "none") -> bytes:
     """A whole frame as one message, for small unary calls. Raises what `encode` raises."""
     by_tensor = _codecs_of(tensors, codecs)
-    return _join(_pack_header(meta, tensors, by_tensor)[0], tensors, by_tensor)
+    return _join(pack_header(meta, tensors, by_tensor)[0], tensors, by_tensor)
 
 
 def from_frame(data: bytes, limits: Limits = DEFAULT_LIMITS) -> tuple[dict[str, Any], list[Tensor]]:
@@ -170,88 +125,6 @@ def from_frame(data: bytes, limits: Limits = DEFAULT_LIMITS) -> tuple[dict[str, 
     reader = FrameReader(limits)
     reader.feed(data)
     return reader.meta, reader.tensors()
-
-
-class _Spec:
-    """One row of a checked header."""
-
-    __slots__ = ("codec", "dtype", "name", "nbytes", "shape")
-
-    def __init__(self, dtype: torch.dtype, name: str, shape: tuple[int, ...], with_codec: Codec, nbytes: int) -> None:
-        self.dtype = dtype
-        self.name = name
-        self.shape = shape
-        self.codec = with_codec
-        self.nbytes = nbytes
-
-
-def _refuse_extension(kind: int, _: bytes) -> Any:
-    raise MalformedFrameError(f"The header holds a msgpack extension (type {kind}); plain values are expected.")
-
-
-def _parse_row(row: Any) -> tuple[_Spec, int]:
-    """One checked row and its decoded size."""
-    if type(row) is not list or len(row) != _FIELDS:
-        raise MalformedFrameError("A tensor's header is not a list of dtype, shape, codec and size.")
-    dtype_field, dims, codec_field, nbytes = row
-    dtype = DTYPES.get(dtype_field) if type(dtype_field) is str else None
-    if dtype is None:
-        dtype = parse_dtype(dtype_field)
-    with_codec = CODECS.get(codec_field) if type(codec_field) is str else None
-    if with_codec is None:
-        with_codec = codec(codec_field)
-    if not with_codec.carries(dtype):
-        with_codec.check(dtype)
-    if type(dims) is not list or len(dims) > MAX_DIMS:
-        raise MalformedFrameError(f"A tensor's shape is not a list of at most {MAX_DIMS} sizes.")
-    numel = 1
-    extent = 1
-    for size in dims:
-        if type(size) is not int or size < 0:
-            raise MalformedFrameError("A tensor's shape holds something else than sizes.")
-        numel *= size
-        if size > 1:
-            extent *= size
-            if extent > _MAX_DIM:
-                raise MalformedFrameError("A tensor's shape has more elements than any memory.")
-    if type(nbytes) is not int or nbytes != with_codec.encoded_nbytes(numel, dtype):
-        raise MalformedFrameError("A tensor's size in bytes does not belong to its shape, dtype and codec.")
-    return _Spec(dtype, dtype_field, tuple(dims), with_codec, nbytes), numel * dtype.itemsize
-
-
-def _parse_header(data: memoryview, limits: Limits) -> tuple[dict[str, Any], list[_Spec]]:
-    try:
-        header = msgpack.unpackb(
-            data,
-            ext_hook=_refuse_extension,
-            max_array_len=max(limits.max_tensors, _MAX_CONTAINER),
-            max_map_len=_MAX_CONTAINER,
-        )
-    except WireError:
-        raise
-    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
-        raise MalformedFrameError(f"The header is not valid msgpack: {str(error)[:120]}.") from error
-    if type(header) is not dict or header.keys() != {"meta", "tensors"}:
-        raise MalformedFrameError("The header is not a map of `meta` and `tensors`.")
-    meta, rows = header["meta"], header["tensors"]
-    if type(meta) is not dict or type(rows) is not list:
-        raise MalformedFrameError("`meta` is not a map or `tensors` is not a list.")
-    if len(rows) > limits.max_tensors:
-        raise FrameTooLargeError(f"{len(rows)} tensors in one frame; at most {limits.max_tensors} are accepted.")
-    specs = []
-    encoded = decoded = 0
-    for row in rows:
-        spec, nbytes = _parse_row(row)
-        encoded += spec.nbytes
-        decoded += nbytes
-        if encoded > limits.max_payload_bytes or decoded > limits.max_payload_bytes:
-            raise FrameTooLargeError(
-                f"A frame announces {max(encoded, decoded)} bytes or more; at most {limits.max_payload_bytes} are "
-                "accepted.",
-                fix="Send less at once, or raise the receiver's limit.",
-            )
-        specs.append(spec)
-    return meta, specs
 
 
 class FrameReader:
@@ -278,7 +151,7 @@ class FrameReader:
         self._limits = limits
         self._buffer = bytearray()
         self._meta: dict[str, Any] | None = None
-        self._specs: list[_Spec] = []
+        self._specs: list[TensorHeader] = []
         self._tensors: list[Tensor] = []
         self._error: WireError | None = None
         # The tensor that is arriving: its bytes (codec none) or a staging window of encoded bytes.
@@ -363,39 +236,39 @@ class FrameReader:
     def _feed_header(self, view: memoryview) -> memoryview | None:
         """Collect the header; the rest of the message once it is complete."""
         buffer = self._buffer
-        if not buffer and len(view) >= _PREFIX.size:
+        if not buffer and len(view) >= PREFIX.size:
             end = self._header_end(view)
             if len(view) >= end:
-                self._open(view[_PREFIX.size : end])
+                self._open(view[PREFIX.size : end])
                 return view[end:]
-        if len(buffer) < _PREFIX.size:
-            missing = _PREFIX.size - len(buffer)
+        if len(buffer) < PREFIX.size:
+            missing = PREFIX.size - len(buffer)
             buffer += view[:missing]
             view = view[missing:]
             if not MAGIC.startswith(buffer[: len(MAGIC)]):
                 raise MalformedFrameError("This is no tensor frame: the first bytes are wrong.")
-            if len(buffer) < _PREFIX.size:
+            if len(buffer) < PREFIX.size:
                 return None
         missing = self._header_end(buffer) - len(buffer)
         buffer += view[:missing]
         if len(view) < missing:
             return None
-        self._open(memoryview(buffer)[_PREFIX.size :])
+        self._open(memoryview(buffer)[PREFIX.size :])
         self._buffer = bytearray()
         return view[missing:]
 
     def _header_end(self, data: bytes | bytearray | memoryview) -> int:
-        magic, size = _PREFIX.unpack_from(data)
+        magic, size = PREFIX.unpack_from(data)
         if magic != MAGIC:
             raise MalformedFrameError("This is no tensor frame: the first bytes are wrong.")
         if size > self._limits.max_header_bytes:
             raise FrameTooLargeError(
                 f"A frame announces a header of {size} bytes; at most {self._limits.max_header_bytes} are accepted."
             )
-        return _PREFIX.size + int(size)
+        return PREFIX.size + int(size)
 
     def _open(self, header: memoryview) -> None:
-        meta, self._specs = _parse_header(header, self._limits)
+        meta, self._specs = parse_header(header, self._limits)
         self._meta = meta
         self._next_tensor()
 
@@ -409,14 +282,14 @@ class FrameReader:
                 self._tensors.append(torch.empty(spec.shape, dtype=spec.dtype))
                 continue
             if spec.codec.is_copy:
-                self._raw = torch.empty(spec.nbytes, dtype=torch.uint8)
-                self._target = memoryview(self._raw.numpy())
+                self._raw = allocate(spec.nbytes)
+                self._target = self._raw.numpy().data
             else:
-                self._flat = torch.empty(spec.shape, dtype=spec.dtype).view(-1)
+                self._flat = allocate(prod(spec.shape) * spec.dtype.itemsize).view(spec.dtype)
                 unit_bytes = spec.codec.encoded_nbytes(spec.codec.unit_elements, spec.dtype)
                 window = max(1, _STAGE_BYTES // unit_bytes) * unit_bytes
                 self._raw = torch.empty(min(spec.nbytes, window), dtype=torch.uint8)
-                self._target = tensor_bytes(self._raw)
+                self._target = self._raw.numpy().data
             return
 
     def _target_full(self) -> None:
