@@ -1,0 +1,268 @@
+"""A peer: one process's membership in a run, with the services that its roles ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from swarm.averaging.service import AveragingService
+from swarm.config import PeerConfig
+from swarm.dht.bootstrap import bootstrap_addresses
+from swarm.dht.node import Dht
+from swarm.endpoint import Endpoint
+from swarm.errors import ClosedError, UsageError
+from swarm.events import Event, EventStream
+from swarm.experts.client import ExpertClient
+from swarm.experts.host import ExpertHost
+from swarm.experts.spec import ExpertGrid
+from swarm.identity import KeyPair, PeerId
+from swarm.net.grpc import GrpcTransport
+from swarm.net.loop import loop_thread, switch_interval
+from swarm.net.transport import Contact
+from swarm.roles import Role
+from swarm.runs.credentials import Credential
+from swarm.runs.manifest import Manifest
+from swarm.runs.membership import CredentialAuthorizer, PeerAnnouncer, PeerState
+from swarm.runs.service import ManifestService, fetch_from_any
+from swarm.runtime import Runtime
+from swarm.state.transfer import SnapshotStore
+
+CLOSE_TIMEOUT_S = 15.0
+"""Longest that a clean leave may take before what is left of it is abandoned."""
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownIncomplete(Event):
+    """A step of leaving failed or took too long; it was skipped."""
+
+    step: str
+    reason: str
+
+
+class Peer(Endpoint):
+    """One peer of a run. Get one from `swarm.join`, `Run.peer` or `LocalSwarm.peer`; it is a context manager.
+
+    Attributes:
+        manifest: The verified description of the run.
+        grids: The run's expert grids by name.
+        experts: Client of remote experts.
+        averaging: Takes part in averaging rounds.
+        state: Snapshots that this peer serves to others.
+        host: Holds experts; none unless the peer has the role `host`.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: KeyPair,
+        run_public_key: bytes,
+        credential: Credential,
+        config: PeerConfig,
+        runtime: Runtime,
+    ) -> None:
+        authorizer = CredentialAuthorizer(run_public_key, credential, identity, runtime.clock)
+        transport = GrpcTransport(identity, authorizer, config, runtime)
+        super().__init__(
+            run_id=authorizer.run_id,
+            roles=authorizer.roles,
+            identity=identity,
+            config=config,
+            runtime=runtime,
+            transport=transport,
+            dht=Dht(transport, config.dht, runtime),
+            loop=loop_thread(),
+        )
+        self._run_public_key = run_public_key
+        self._metrics: dict[str, float] = {}
+        self._announcer = PeerAnnouncer(self, lambda: dict(self._metrics))
+        self._manifest_service: ManifestService | None = None
+        self._stack = ExitStack()
+        self._closing: asyncio.Future[None] | None = None
+        self._closed = False
+        self.state = SnapshotStore(self)
+        self.averaging = AveragingService(self)
+        self.host: ExpertHost | None = None
+
+    # Lifetime
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        identity: KeyPair,
+        run_public_key: bytes,
+        credential: Credential,
+        config: PeerConfig,
+        bootstrap: Sequence[tuple[str, PeerId | None]] = (),
+        signed_manifest: bytes | None = None,
+        events: EventStream | None = None,
+    ) -> Self:
+        """Join a run and return when this peer is online.
+
+        Args:
+            identity: This peer's key pair.
+            run_public_key: The run (32 bytes).
+            credential: Proof that `identity` may take part, and in which roles.
+            config: Settings.
+            bootstrap: Addresses to join through; none for the first peer of a run.
+            signed_manifest: The run's manifest where it is at hand; none fetches it from the peers.
+            events: Where to emit events; none makes a new stream.
+
+        Raises:
+            BootstrapError: No address led into the run; `reasons` has each one's cause.
+            PortInUseError, ConfigError, SecurityError: As they say.
+        """
+        peer = cls(
+            identity=identity,
+            run_public_key=run_public_key,
+            credential=credential,
+            config=config,
+            runtime=Runtime(events=events),
+        )
+        peer._stack.enter_context(switch_interval())
+        try:
+            peer.run_sync(peer._start(bootstrap, signed_manifest), START_TIMEOUT_S)
+        except BaseException:
+            peer.close(drain=False)
+            raise
+        return peer
+
+    async def _start(self, bootstrap: Sequence[tuple[str, PeerId | None]], signed_manifest: bytes | None) -> None:
+        await self.transport.start()
+        await self.dht.start()
+        contacts: list[Contact] = []
+        if bootstrap:
+            contacts = await bootstrap_addresses(self.transport, bootstrap)
+            await self.dht.bootstrap(contacts)
+        if signed_manifest is None:
+            signed_manifest = await fetch_from_any(self.transport, contacts, self._run_public_key)
+        self._manifest_service = ManifestService(self.transport, signed_manifest, self._run_public_key)
+        self.grids: dict[str, ExpertGrid] = self.manifest.grids
+        self.experts = ExpertClient(self, self.grids)
+        await self._announcer.start()
+        await self.experts.start()
+        if Role.HOST in self.roles:
+            await self._announcer.set_state(PeerState.SYNCING)
+            self.host = ExpertHost(self, self.grids, self.state)
+            await self.host.start()
+        await self._announcer.set_state(PeerState.ONLINE)
+
+    def close(self, drain: bool = True) -> None:
+        """Leave the run. Bounded by `CLOSE_TIMEOUT_S`, idempotent, safe to call from any thread but the loop's.
+
+        Args:
+            drain: Hand over experts and withdraw records first; False leaves at once.
+        """
+        if self._closed:
+            return
+        try:
+            self.run_sync(self._close(drain), CLOSE_TIMEOUT_S + 2.0)
+        finally:
+            self._closed = True
+            self._stack.close()
+            self.events.close()
+
+    async def _close(self, drain: bool) -> None:
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            return
+        self._closing = asyncio.get_running_loop().create_future()
+        deadline = asyncio.get_running_loop().time() + (CLOSE_TIMEOUT_S if drain else 3.0)
+        try:
+            if drain:
+                await self._step("announcing that we leave", self._announcer.set_state(PeerState.LEAVING), deadline)
+            if self.host is not None:
+                await self._step("handing over experts", self.host.close(drain=drain), deadline)
+            if hasattr(self, "experts"):
+                await self._step("closing the expert client", self.experts.close(), deadline)
+            await self._step("leaving averaging", self.averaging.close(), deadline)
+            await self._step("withdrawing state", self.state.close(), deadline)
+            if drain:
+                await self._step("withdrawing our record", self._announcer.close(), deadline)
+            await self._step("leaving the DHT", self.dht.close(), deadline)
+            await self._step("closing connections", self.transport.close(0.5 if drain else 0.0), deadline)
+            await self.runtime.cancel_tasks()
+        finally:
+            self._closing.set_result(None)
+
+    async def _step(self, step: str, action: Coroutine[Any, Any, Any], deadline: float) -> None:
+        """Run one step of leaving; whatever happens to it, the next one gets its turn."""
+        try:
+            async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + 0.2)):
+                await action
+        except TimeoutError:
+            self.runtime.emit(ShutdownIncomplete(step=step, reason="took too long"))
+        except Exception as error:  # noqa: BLE001 - leaving must go on; the failure is reported
+            self.runtime.emit(ShutdownIncomplete(step=step, reason=repr(error)))
+
+    def __enter__(self) -> Self:
+        if self._closed:
+            raise ClosedError("This peer has left the run.", fix="Join again for a new peer.")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Description
+
+    @property
+    def manifest(self) -> Manifest:
+        """The newest verified manifest of the run."""
+        if self._manifest_service is None:
+            raise ClosedError("This peer has not joined its run yet.")
+        return self._manifest_service.manifest
+
+    @property
+    def events(self) -> EventStream:
+        """Everything worth telling about this peer."""
+        return self.runtime.events
+
+    @property
+    def closed(self) -> bool:
+        """Whether this peer has left the run."""
+        return self._closed
+
+    @property
+    def condition(self) -> PeerState:
+        """JOINING, SYNCING, ONLINE, PAUSED or LEAVING."""
+        return self._announcer.state
+
+    # For users' threads
+
+    def wait_for_experts(self, grid: str, min_fraction: float = 1.0, timeout_s: float = 300.0) -> None:
+        """Block until enough experts of a grid are online.
+
+        Args:
+            grid: The grid's name, e.g. `"ffn"`.
+            min_fraction: Fraction of the grid's experts that must have a live replica.
+            timeout_s: Patience in seconds.
+
+        Raises:
+            UsageError: The run has no such grid.
+            ExpertsNotReadyError: Not enough of them came in time; the message names missing ones.
+        """
+        if grid not in self.grids:
+            raise UsageError(
+                f"The run has no expert grid {grid!r}.",
+                fix=f"Use one of {', '.join(self.grids) or '(there are none)'}.",
+            )
+        uids = self.grids[grid].uids()
+        self.run_sync(self.experts.directory.wait_for(grid, uids, min_fraction, timeout_s), timeout_s + 10.0)
+
+    def log(self, **metrics: float) -> None:
+        """Publish numbers about this peer's training, such as `loss`, `step`, `tokens_per_s`.
+
+        They travel with the next heartbeat. Tensors of one element are read out; non-finite values are left out.
+        """
+        for name, value in metrics.items():
+            number = float(value)
+            if math.isfinite(number):
+                self._metrics[name] = number
