@@ -1,7 +1,7 @@
 """swarm: train one PyTorch model together over the internet, on machines that come, go, stall and lie.
 
-The names below are the public API. They load on first use, so that `import swarm` is fast and pulls in neither torch nor
-grpc.
+The names below are the public API. They load on first use, so that `import swarm` is fast and pulls in neither torch
+nor grpc.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _HOMES = {
     "seeded": "swarm.training.seeding",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are the keys above
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
