@@ -84,6 +84,8 @@ class DhtConfig(_Section):
     """Records held of one author."""
     max_entries_per_key: int = Field(4096, gt=0)
     """Entries held of one key."""
+    max_version_floors: int = Field(100_000, gt=0)
+    """Versions remembered of records that have expired, so that old ones cannot be replayed."""
     maintenance_s: float = Field(30.0, gt=0)
     """Interval of bucket refresh, expiry and hand-over."""
 

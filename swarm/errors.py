@@ -251,9 +251,21 @@ class DhtError(SwarmError):
 
 
 class RecordRefusedError(DhtError):
-    """A record was refused: too large, badly signed, outdated, expired or over a quota."""
+    """A record was refused: too large, badly signed, outdated, expired or over a quota.
+
+    Attributes:
+        reason: One word for counting.
+        record_version: With "outdated": the version that is known.
+    """
 
     code = 5001
+
+    def __init__(
+        self, message: str, *, fix: str | None = None, reason: str = "refused", record_version: int = 0
+    ) -> None:
+        super().__init__(message, fix=fix)
+        self.reason = reason
+        self.record_version = record_version
 
 
 class NotStoredError(DhtError):

@@ -106,11 +106,13 @@ class Transport(ABC):
 
     Attributes:
         identity: The peer's key pair.
+        run_id: The run whose peers this transport admits (its authorizer's run id).
         deadlines: Adaptive deadlines per (peer, method, size class).
         stats: Totals.
     """
 
     identity: KeyPair
+    run_id: bytes
     config: PeerConfig
     runtime: Runtime
     deadlines: Deadlines

@@ -1,0 +1,41 @@
+"""Events that the DHT emits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.events import Event
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRefused(Event):
+    """A record that a peer sent, or that a peer would not take from us, was refused."""
+
+    reason: str
+    sender: str
+    """Id of the peer on the other side."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContactDropped(Event):
+    """A peer left the routing table because it could not be reached or does not behave."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnderReplicated(Event):
+    """A record is held by fewer peers than wanted."""
+
+    key: str
+    accepted: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined(Event):
+    """The routing table had run empty and was filled again from remembered peers."""
+
+    peers: int
+    reason: str

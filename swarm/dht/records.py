@@ -1,0 +1,271 @@
+"""Signed, expiring records: what they contain, how they travel, when they are refused, and which of two wins."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import msgpack
+
+from swarm.config import KIB
+from swarm.errors import BadSignatureError, RecordRefusedError
+from swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, KeyPair, PeerId, verify
+from swarm.pb import dht_pb2 as pb
+
+MAX_NAME_BYTES = 256
+"""Longest key or subkey, in UTF-8."""
+MAX_TTL_S = 30 * 86_400.0
+"""Longest lifetime of a record."""
+MAX_VERSION = 1 << 62
+"""Record versions are smaller. They start at the author's wall clock in milliseconds (2**41 or so)."""
+MAX_ADOPTED_VERSION = 1 << 53
+"""The highest version that an author believes when a peer says, unproven, that it holds it (milliseconds until the year
+287,000): a liar cannot exhaust the author's versions."""
+RECORD_OVERHEAD_BYTES = 256
+"""Bound of what a record adds to its key, subkey and body on the wire."""
+VERIFIED_KEPT = 8192
+SIGNATURE_DOMAIN = "record"
+
+EntryId = tuple[PeerId, str]
+"""(author, subkey): an entry's place under its key."""
+
+
+class Refusal(IntEnum):
+    """Why a record was not taken; travels in store answers."""
+
+    NONE = 0
+    MALFORMED = 1
+    TOO_LARGE = 2
+    BAD_SIGNATURE = 3
+    FOREIGN = 4
+    OUTDATED = 5
+    EXPIRED = 6
+    QUOTA = 7
+
+    @property
+    def reason(self) -> str:
+        return self.name.lower()
+
+
+def refused(refusal: Refusal, message: str, fix: str | None = None, record_version: int = 0) -> RecordRefusedError:
+    """The error for a refusal."""
+    return RecordRefusedError(message, fix=fix, reason=refusal.reason, record_version=record_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a reader gets: one author's value under a key and subkey, checked against the author's signature."""
+
+    author: PeerId
+    subkey: str
+    body: Any
+    record_version: int
+    ttl_s: float
+    """What is left of the record's lifetime."""
+
+
+def position_of(key: str) -> bytes:
+    """Where a key lies among the peers: 20 bytes."""
+    return hashlib.sha256(b"swarm/key\0" + key.encode()).digest()[:20]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One author's signed statement. Everything here is covered by the signature, together with the run id."""
+
+    author: bytes
+    key: str
+    subkey: str
+    body: bytes
+    record_version: int
+    ttl_ms: int
+    deleted: bool
+    signature: bytes
+
+    @cached_property
+    def author_id(self) -> PeerId:
+        return PeerId.of(self.author)
+
+    @property
+    def entry_id(self) -> EntryId:
+        return (self.author_id, self.subkey)
+
+    @property
+    def rank(self) -> tuple[int, bytes]:
+        """The larger rank wins. The signature decides between two statements of one version (an author that lost its memory)."""
+        return (self.record_version, self.signature)
+
+    def payload(self, run_id: bytes) -> bytes:
+        """The bytes that are signed."""
+        return _payload(run_id, self.author, self.key, self.subkey, self.body, self.record_version, self.ttl_ms, self.deleted)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A record as one peer holds it: with the local time at which its lifetime ends."""
+
+    record: Record
+    expires_s: float
+
+    def remaining_s(self, now_s: float) -> float:
+        return self.expires_s - now_s
+
+    @property
+    def rank(self) -> tuple[tuple[int, bytes], float]:
+        return (self.record.rank, self.expires_s)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Upper bound of its size in a message."""
+        record = self.record
+        return RECORD_OVERHEAD_BYTES + 4 * (len(record.key) + len(record.subkey)) + len(record.body)
+
+
+def merge(copies: Iterable[Copy], into: dict[EntryId, Copy] | None = None) -> dict[EntryId, Copy]:
+    """The newest copy of every entry. Order and repetition of the input do not matter."""
+    result = {} if into is None else into
+    for copy in copies:
+        held = result.get(copy.record.entry_id)
+        if held is None or copy.rank > held.rank:
+            result[copy.record.entry_id] = copy
+    return result
+
+
+def _payload(
+    run_id: bytes, author: bytes, key: str, subkey: str, body: bytes, record_version: int, ttl_ms: int, deleted: bool
+) -> bytes:
+    return bytes(msgpack.packb([1, run_id, author, key, subkey, body, record_version, ttl_ms, deleted]))
+
+
+def encode_body(body: Any) -> bytes:
+    """Body to msgpack. Raises `RecordRefusedError` for values that msgpack has no form for."""
+    try:
+        return bytes(msgpack.packb(body))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise refused(Refusal.MALFORMED, f"The body cannot be written as msgpack: {error}.", "Use plain values.") from error
+
+
+def decode_body(body: bytes) -> Any:
+    """Msgpack to plain values. Raises `RecordRefusedError`; anything may be in there."""
+    try:
+        return msgpack.unpackb(body, strict_map_key=False, ext_hook=_no_extension)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise refused(Refusal.MALFORMED, f"The body of a record is no msgpack of plain values: {error}.") from error
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
+
+
+def check_ttl_ms(ttl_s: float) -> int:
+    """A lifetime as it is signed. Raises `RecordRefusedError`."""
+    if not 0.001 <= ttl_s <= MAX_TTL_S:
+        raise refused(Refusal.MALFORMED, f"A lifetime of {ttl_s} s cannot be used.", f"Take 0.001 s to {MAX_TTL_S:.0f} s.")
+    return int(ttl_s * 1000)
+
+
+def _check_fields(record: Record, max_body_bytes: int) -> None:
+    if len(record.author) != PUBLIC_KEY_BYTES or len(record.signature) != SIGNATURE_BYTES:
+        raise refused(Refusal.MALFORMED, "A record's author key or signature has the wrong length.")
+    if not record.key or len(record.key.encode()) > MAX_NAME_BYTES or len(record.subkey.encode()) > MAX_NAME_BYTES:
+        raise refused(Refusal.TOO_LARGE, f"Keys and subkeys have at most {MAX_NAME_BYTES} bytes, keys at least one.")
+    if len(record.body) > max_body_bytes:
+        raise refused(
+            Refusal.TOO_LARGE,
+            f"The body has {len(record.body)} bytes, more than {max_body_bytes}.",
+            "Split it over several subkeys, or store where to fetch it from.",
+        )
+    if not 0 < record.record_version < MAX_VERSION or not 0 < record.ttl_ms <= MAX_TTL_S * 1000:
+        raise refused(Refusal.MALFORMED, "A record's version or lifetime is out of range.")
+    if record.deleted and record.body:
+        raise refused(Refusal.MALFORMED, "A tombstone has no body.")
+
+
+def sign_record(
+    author: KeyPair, run_id: bytes, key: str, subkey: str, body: bytes, record_version: int, ttl_ms: int, *,
+    deleted: bool = False, max_body_bytes: int = 4 * KIB,
+) -> Record:  # fmt: skip
+    """Make a record. Raises `RecordRefusedError` where nobody would take it."""
+    draft = Record(author.public_key, key, subkey, body, record_version, ttl_ms, deleted, bytes(SIGNATURE_BYTES))
+    _check_fields(draft, max_body_bytes)
+    payload = _payload(run_id, author.public_key, key, subkey, body, record_version, ttl_ms, deleted)
+    signature = author.sign(SIGNATURE_DOMAIN, payload)
+    return Record(author.public_key, key, subkey, body, record_version, ttl_ms, deleted, signature)
+
+
+def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
+    """The message for a copy, with what is left of its lifetime (rounded down: it only ever falls)."""
+    record = copy.record
+    remaining_ms = max(0, min(record.ttl_ms, int(copy.remaining_s(now_s) * 1000)))
+    return pb.DhtRecord(
+        author=record.author, key=record.key, subkey=record.subkey, body=record.body, record_version=record.record_version,
+        ttl_ms=record.ttl_ms, deleted=record.deleted, signature=record.signature, remaining_ms=remaining_ms,
+    )  # fmt: skip
+
+
+class Checker:
+    """Checks records that arrive, remembering signatures it has verified (bounded).
+
+    Args:
+        run_id: The run whose records are accepted.
+        max_body_bytes: Largest body accepted.
+    """
+
+    def __init__(self, run_id: bytes, max_body_bytes: int) -> None:
+        self._run_id = run_id
+        self._max_body_bytes = max_body_bytes
+        self._verified: OrderedDict[bytes, None] = OrderedDict()
+
+    def check(self, message: pb.DhtRecord, now_s: float, key: str | None = None) -> Copy:
+        """The copy that a message carries.
+
+        Args:
+            now_s: Local time, from which the remaining lifetime counts.
+            key: The only key that is acceptable, if any.
+
+        Raises:
+            RecordRefusedError: Malformed, too large, expired, foreign, or not signed by its author for this run.
+        """
+        record = Record(
+            message.author, message.key, message.subkey, message.body, message.record_version, message.ttl_ms,
+            message.deleted, message.signature,
+        )  # fmt: skip
+        _check_fields(record, self._max_body_bytes)
+        if key is not None and record.key != key:
+            raise refused(Refusal.FOREIGN, "A record of another key than the one asked for.")
+        if message.remaining_ms == 0:
+            raise refused(Refusal.EXPIRED, "The record has expired.")
+        self._verify(record)
+        return Copy(record, now_s + min(message.remaining_ms, record.ttl_ms) / 1000)
+
+    def needs_work(self, messages: Iterable[pb.DhtRecord]) -> bool:
+        """Whether checking these takes long enough to be done off the loop (about 0.1 ms for every new signature)."""
+        return sum(1 for _ in messages) > 2
+
+    def _verify(self, record: Record) -> None:
+        payload = record.payload(self._run_id)
+        digest = hashlib.sha256(record.signature + payload).digest()
+        if digest in self._verified:
+            return
+        try:
+            verify(record.author, SIGNATURE_DOMAIN, payload, record.signature)
+        except BadSignatureError as error:
+            raise refused(Refusal.BAD_SIGNATURE, "The record is not signed by its author for this run.") from error
+        if not record.deleted:
+            decode_body(record.body)
+        self._verified[digest] = None
+        while len(self._verified) > VERIFIED_KEPT:
+            self._verified.popitem(last=False)
+
+
+def to_entry(copy: Copy, now_s: float) -> Entry:
+    """What a reader gets for a checked copy."""
+    record = copy.record
+    return Entry(
+        record.author_id, record.subkey, decode_body(record.body), record.record_version, max(0.0, copy.remaining_s(now_s))
+    )
