@@ -1,0 +1,152 @@
+"""What an averaging round was: its outcome as a value, who took part, what it cost and what went wrong in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarm.events import Event
+from swarm.identity import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group was sealed and exchanged its parts. `Round.degraded` says what was missing, if anything."""
+
+    nonce: str = ""
+    """Identifies the group (hexadecimal)."""
+    contributors: int = 0
+    """Members whose values reached this peer's part, itself included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Nobody else averages under this key at present. Not an error: local values stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooFew:
+    """Others are known, but no group of `needed` members came together in time. Local values stand."""
+
+    found: int = 1
+    needed: int = 2
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Another peer averages other shapes, dtypes or codecs under the same key. Local values stand."""
+
+    peer: str = ""
+    ours: str = ""
+    """Schema hash of this peer (hexadecimal)."""
+    theirs: str = ""
+
+
+Outcome = Group | Alone | TooFew | Mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One averaging step as this peer saw it.
+
+    Attributes:
+        outcome: What came of it. Only after `Group` did values change.
+        members: Ids of the group's members in the order of their parts; empty without a group.
+        bytes_sent, bytes_received: Payload exchanged with other members.
+        seconds: From the start of matchmaking to the last chunk.
+        exchange_s: The exchange alone, after the group was sealed.
+        degraded: One sentence for each thing that was missing. Chunks concerned hold the survivors' mean or local
+            values.
+    """
+
+    outcome: Outcome
+    members: tuple[str, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+    degraded: tuple[str, ...] = ()
+    exchange_s: float = 0.0
+
+    @property
+    def averaged(self) -> bool:
+        """Whether a group exchanged values."""
+        return isinstance(self.outcome, Group)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFinished(Event):
+    """A round ended, with or without a group."""
+
+    key: str
+    outcome: str
+    members: int
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDegraded(Event):
+    """Something was missing in a round that went on without it."""
+
+    key: str
+    reason: str
+
+
+@dataclass(slots=True)
+class RoundReport:
+    """Collects what happens while a round runs; turned into a `Round` at its end."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    problems: list[str] = field(default_factory=list)
+    contributors: int = 0
+
+    def note(self, problem: str) -> None:
+        """Record a degradation once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def describe(outcome: Outcome) -> str:
+    """A sentence for people about an outcome that left local values in place; empty for a group."""
+    match outcome:
+        case Alone():
+            return "nobody else averages under this key"
+        case TooFew(found, needed, reason):
+            return f"{found} of {needed} members found" + (f": {reason}" if reason else "")
+        case Mismatch(peer, ours, theirs):
+            return f"peer {peer[:8]} averages other tensors: schema {theirs[:16]} there, {ours[:16]} here"
+        case _:
+            return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of a group as its seal names it.
+
+    Attributes:
+        weight: Its weight in the mean, usually a number of samples or steps; 0 contributes nothing.
+        part: How many elements of the flat vector it reduces.
+    """
+
+    peer_id: PeerId
+    addresses: tuple[str, ...]
+    weight: float
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A complete group: it exists once every member accepted this.
+
+    Attributes:
+        nonce: 16 random bytes that identify the group.
+        schema_hash: What the members average; equal for all.
+        members: In the order of their parts; the leader is first.
+    """
+
+    nonce: bytes
+    schema_hash: bytes
+    members: tuple[Member, ...]

@@ -1,0 +1,115 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JoinGroupRequest(_message.Message):
+    __slots__ = ("key", "schema_hash", "weight", "addresses", "patience_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    schema_hash: bytes
+    weight: float
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    patience_s: float
+    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., weight: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., patience_s: _Optional[float] = ...) -> None: ...
+
+class JoinGroupResponse(_message.Message):
+    __slots__ = ("verdict", "seal_within_s", "leader", "leader_addresses", "schema_hash")
+    class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        VERDICT_UNSPECIFIED: _ClassVar[JoinGroupResponse.Verdict]
+        ACCEPTED: _ClassVar[JoinGroupResponse.Verdict]
+        NOT_LOOKING: _ClassVar[JoinGroupResponse.Verdict]
+        REDIRECT: _ClassVar[JoinGroupResponse.Verdict]
+        FULL: _ClassVar[JoinGroupResponse.Verdict]
+        BUSY: _ClassVar[JoinGroupResponse.Verdict]
+        MISMATCH: _ClassVar[JoinGroupResponse.Verdict]
+        WRONG_WAY: _ClassVar[JoinGroupResponse.Verdict]
+    VERDICT_UNSPECIFIED: JoinGroupResponse.Verdict
+    ACCEPTED: JoinGroupResponse.Verdict
+    NOT_LOOKING: JoinGroupResponse.Verdict
+    REDIRECT: JoinGroupResponse.Verdict
+    FULL: JoinGroupResponse.Verdict
+    BUSY: JoinGroupResponse.Verdict
+    MISMATCH: JoinGroupResponse.Verdict
+    WRONG_WAY: JoinGroupResponse.Verdict
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    SEAL_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    LEADER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    verdict: JoinGroupResponse.Verdict
+    seal_within_s: float
+    leader: bytes
+    leader_addresses: _containers.RepeatedScalarFieldContainer[str]
+    schema_hash: bytes
+    def __init__(self, verdict: _Optional[_Union[JoinGroupResponse.Verdict, str]] = ..., seal_within_s: _Optional[float] = ..., leader: _Optional[bytes] = ..., leader_addresses: _Optional[_Iterable[str]] = ..., schema_hash: _Optional[bytes] = ...) -> None: ...
+
+class GroupMember(_message.Message):
+    __slots__ = ("peer_id", "addresses", "weight", "part")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    peer_id: bytes
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    weight: float
+    part: int
+    def __init__(self, peer_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., part: _Optional[int] = ...) -> None: ...
+
+class SealGroupRequest(_message.Message):
+    __slots__ = ("key", "nonce", "schema_hash", "members")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    nonce: bytes
+    schema_hash: bytes
+    members: _containers.RepeatedCompositeFieldContainer[GroupMember]
+    def __init__(self, key: _Optional[str] = ..., nonce: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ...) -> None: ...
+
+class SealGroupResponse(_message.Message):
+    __slots__ = ("accepted", "reason")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    reason: str
+    def __init__(self, accepted: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CommitGroupRequest(_message.Message):
+    __slots__ = ("key", "nonce")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    nonce: bytes
+    def __init__(self, key: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseGroupRequest(_message.Message):
+    __slots__ = ("key", "redirect", "redirect_addresses")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REDIRECT_FIELD_NUMBER: _ClassVar[int]
+    REDIRECT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    redirect: bytes
+    redirect_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., redirect: _Optional[bytes] = ..., redirect_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExchangeHello(_message.Message):
+    __slots__ = ("nonce", "chunks")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    chunks: int
+    def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ...) -> None: ...
+
+class AveragingAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
