@@ -69,7 +69,7 @@ def _field(meta: dict[str, Any], name: str, kind: type[T], default: T | None = N
     value = meta.get(name, default)
     # bool is an int to isinstance; on the wire they differ
     if kind is float and type(value) is int:
-        value = float(value)  # type: ignore[assignment]
+        value = float(value)
     if type(value) is not kind:
         raise MalformedFrameError(f"The field {name!r} of an expert call is missing or not of type {kind.__name__}.")
     return value

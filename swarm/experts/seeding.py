@@ -25,7 +25,7 @@ def expert_seed(run_id: bytes, uid: str) -> int:
     )
 
 
-class PrivateRandomness(TorchDispatchMode):
+class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context, random operations of this thread draw from private generators that start at `seed`.
 
     Operations that accept no generator (fused attention dropout on CUDA, for instance) run after seeding their device's
@@ -36,7 +36,7 @@ class PrivateRandomness(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self.draws = 0

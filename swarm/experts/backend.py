@@ -1,0 +1,338 @@
+"""One expert on one device: module, optimizer, weight version; computes batches of forward and backward work.
+
+Not thread-safe: after construction every method runs on the device worker's thread. Failures of single requests are
+values in the results, so that one bad request spoils neither the batch nor the host: a batch that fails as a whole is
+computed again one request at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm.errors import ExpertFailedError, NonFiniteError, SchemaMismatchError, SwarmError
+from swarm.experts.applied import AppliedIds
+from swarm.experts.registry import ExpertProfile, build_expert, build_optimizer, profile
+from swarm.experts.seeding import PrivateRandomness
+from swarm.experts.spec import ExpertGrid
+from swarm.identity import PeerId
+from swarm.tensors.schema import is_finite
+
+MAX_GRADIENT_NORM = 1e18
+"""Larger gradients are refused like infinite ones: their squares overflow within an optimizer."""
+
+
+def replay_seed(request_id: bytes) -> int:
+    """Seed of a request's dropout: a function of its id, so that any host can replay the forward pass."""
+    return int.from_bytes(hashlib.sha256(b"swarm/replay\0" + request_id).digest()[:8], "big") >> 1
+
+
+@dataclass(slots=True)
+class KeptGraph:
+    """A forward pass with its autograd graph; valid while the expert's weights are those it was computed with."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    weight_version: int
+
+
+@dataclass(slots=True)
+class ForwardJob:
+    """Inputs are on any device, first size = tokens, checked against the specs by the caller."""
+
+    request_id: bytes
+    inputs: list[Tensor]
+    train: bool = True
+    keep_graph: bool = False
+
+
+@dataclass(slots=True)
+class ForwardResult:
+    outputs: list[Tensor]
+    graph: KeptGraph | None = None
+
+
+@dataclass(slots=True)
+class BackwardJob:
+    """`grad_outputs` has one gradient per output; `graph` is used up if it is still valid."""
+
+    peer_id: PeerId
+    request_id: bytes
+    inputs: list[Tensor]
+    grad_outputs: list[Tensor]
+    apply: bool
+    graph: KeptGraph | None = None
+
+
+@dataclass(slots=True)
+class BackwardResult:
+    """Gradients of the inputs; zero elements where an input has none because it is no floating-point tensor."""
+
+    grad_inputs: list[Tensor]
+    applied: bool
+
+
+def _rows(tensors: Sequence[Tensor]) -> int:
+    return tensors[0].shape[0] if tensors else 0
+
+
+def _check_finite(tensors: Sequence[Tensor], what: str) -> None:
+    if not all(map(is_finite, tensors)):
+        raise NonFiniteError(f"{what} hold NaN or infinity.", fix="Lower the learning rate, or clip.")
+
+
+class ExpertBackend:
+    """See the module's docstring.
+
+    Args:
+        grid: The expert's grid; its class must be registered in this process.
+        uid: The expert.
+        run_id: Seeds the initial weights together with `uid`.
+        device: Where it lives.
+
+    Attributes:
+        weight_version: Optimizer steps applied since the initial weights, on whichever host.
+        applied_requests: Requests whose gradients this replica has applied.
+
+    Raises:
+        ConfigError, UnknownExpertClassError: The class is not installed, or does not accept the config.
+    """
+
+    def __init__(self, grid: ExpertGrid, uid: str, run_id: bytes, device: torch.device | str = "cpu") -> None:
+        self.grid = grid
+        self.uid = uid
+        self.device = torch.device(device)
+        self.profile: ExpertProfile = profile(grid)
+        self.module = build_expert(grid, uid, run_id, self.device)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(grid, self.parameters)
+        self.weight_version = 0
+        self.applied_requests = 0
+        self._applied = AppliedIds()
+
+    # ---- forward
+
+    def forward(self, jobs: Sequence[ForwardJob]) -> list[ForwardResult | SwarmError]:
+        """Compute jobs of equal `train` and equal trailing sizes as one batch. Results are on the CPU."""
+        one_by_one = len(jobs) > 1 and self.profile.random and jobs[0].train
+        if len(jobs) > 1 and not one_by_one:
+            try:
+                return list(self._forward(jobs))
+            except SwarmError:
+                pass  # found out below whose fault it is
+        results: list[ForwardResult | SwarmError] = []
+        for job in jobs:
+            try:
+                results += self._forward([job])
+            except SwarmError as error:
+                results.append(error)
+        return results
+
+    def _forward(self, jobs: Sequence[ForwardJob]) -> list[ForwardResult]:
+        inputs = self._joined([j.inputs for j in jobs])
+        _check_finite(inputs, "The inputs")
+        keep = len(jobs) == 1 and jobs[0].keep_graph
+        if keep:
+            leaves, outputs = self._run(inputs, jobs[0].request_id)
+        else:
+            with torch.no_grad():
+                outputs = self._call(inputs, jobs[0].train, jobs[0].request_id)
+        _check_finite(outputs, f"The outputs of {self.uid}")
+        cpu = [o.detach().cpu() for o in outputs]
+        if keep:
+            return [ForwardResult(cpu, KeptGraph(leaves, outputs, self.weight_version))]
+        return [ForwardResult(part) for part in self._parts(cpu, [_rows(j.inputs) for j in jobs])]
+
+    def _run(self, inputs: Sequence[Tensor], request_id: bytes) -> tuple[list[Tensor], list[Tensor]]:
+        """Training forward with a graph: the leaves whose gradients are wanted, and the outputs."""
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        return leaves, self._call(leaves, True, request_id)
+
+    def _call(self, inputs: Sequence[Tensor], train: bool, request_id: bytes) -> list[Tensor]:
+        """Run the expert's own code; whatever it raises becomes an `ExpertFailedError`."""
+        if self.module.training != train:
+            self.module.train(train)
+        random: AbstractContextManager[object] = nullcontext()
+        if train and self.profile.random:
+            random = PrivateRandomness(replay_seed(request_id))
+        try:
+            with random:
+                result = self.module(*inputs)
+        except Exception as error:
+            raise ExpertFailedError(f"{self.uid} raised {type(error).__name__}: {str(error)[:300]}") from error
+        outputs = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, tuple | list) else []
+        if len(outputs) != len(self.profile.outputs) or any(o.shape[:1] != inputs[0].shape[:1] for o in outputs):
+            raise ExpertFailedError(f"{self.uid} returned other outputs than its class declares.")
+        return outputs
+
+    def _joined(self, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """One batch on the expert's device; a lone request is not copied."""
+        if len(groups) == 1:
+            return [t.to(self.device) for t in groups[0]]
+        return [torch.cat(tensors).to(self.device) for tensors in zip(*groups, strict=True)]
+
+    @staticmethod
+    def _parts(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[list[Tensor]]:
+        if len(rows) == 1:
+            return [list(tensors)]
+        return [list(part) for part in zip(*(torch.split(t, list(rows)) for t in tensors), strict=True)]
+
+    # ---- backward
+
+    def backward(self, jobs: Sequence[BackwardJob], grad_scale: float = 1.0) -> list[BackwardResult | SwarmError]:
+        """Gradients of the inputs of all jobs; those of the parameters, summed over jobs with `apply`, as one step.
+
+        Args:
+            jobs: Of equal trailing sizes.
+            grad_scale: What the loss was multiplied by; parameter gradients are divided by it.
+        """
+        refusals = [self._refusal(job) for job in jobs]
+        results: list[BackwardResult | SwarmError | None] = list(refusals)
+        gradient = _Gradient([None] * len(self.parameters))
+        summed: list[int] = []
+        for group in self._groups(jobs, [i for i, error in enumerate(refusals) if error is None]):
+            grads, part = self._isolated([jobs[i] for i in group], grad_scale)
+            for i, grad in zip(group, grads, strict=True):
+                results[i] = grad if isinstance(grad, SwarmError) else BackwardResult(grad, applied=False)
+            if jobs[group[0]].apply:
+                gradient = gradient.plus(part)
+                summed += [i for i in group if isinstance(results[i], BackwardResult)]
+        if summed:
+            error = self._step(gradient)
+            for i in summed:
+                result = results[i]
+                assert isinstance(result, BackwardResult)
+                results[i] = error or BackwardResult(result.grad_inputs, applied=True)
+            self.applied_requests += 0 if error else len(summed)
+        return [r for r in results if r is not None]
+
+    def _refusal(self, job: BackwardJob) -> SwarmError | None:
+        try:
+            _check_finite(job.grad_outputs, "The gradients")
+            _check_finite(job.inputs, "The inputs")
+            if job.apply:
+                self._applied.claim(job.peer_id, job.request_id)
+        except SwarmError as error:
+            return error
+        return None
+
+    def _groups(self, jobs: Sequence[BackwardJob], indices: Sequence[int]) -> list[list[int]]:
+        """Jobs to differentiate together: alone where a graph is kept or dropout is replayed, else by `apply`."""
+        alone: list[list[int]] = []
+        together: dict[bool, list[int]] = {}
+        for i in indices:
+            if self.profile.random or self._valid_graph(jobs[i]) is not None:
+                alone.append([i])
+            else:
+                together.setdefault(jobs[i].apply, []).append(i)
+        return alone + list(together.values())
+
+    def _valid_graph(self, job: BackwardJob) -> KeptGraph | None:
+        return job.graph if job.graph is not None and job.graph.weight_version == self.weight_version else None
+
+    def _isolated(
+        self, jobs: Sequence[BackwardJob], grad_scale: float
+    ) -> tuple[list[list[Tensor] | SwarmError], _Gradient]:
+        """Input gradients or an error for each job, and the parameter gradient of those that went well."""
+        try:
+            grads, gradient = self._differentiate(jobs, grad_scale)
+            return list(grads), gradient
+        except SwarmError as error:
+            if len(jobs) == 1:
+                return [error], _Gradient([None] * len(self.parameters))
+        results: list[list[Tensor] | SwarmError] = []
+        total = _Gradient([None] * len(self.parameters))
+        for job in jobs:
+            one, gradient = self._isolated([job], grad_scale)
+            results += one
+            total = total.plus(gradient)
+        return results, total
+
+    def _differentiate(self, jobs: Sequence[BackwardJob], grad_scale: float) -> tuple[list[list[Tensor]], _Gradient]:
+        grad_outputs = self._joined([j.grad_outputs for j in jobs])
+        graph = self._valid_graph(jobs[0]) if len(jobs) == 1 else None
+        if graph is not None:
+            leaves, outputs = graph.leaves, graph.outputs
+        else:
+            leaves, outputs = self._run(self._joined([j.inputs for j in jobs]), jobs[0].request_id)
+        if [o.shape for o in outputs] != [g.shape for g in grad_outputs]:
+            raise SchemaMismatchError("The gradients have other shapes than the outputs of the expert.")
+        pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if o.requires_grad]
+        wanted = [x for x in leaves if x.requires_grad]
+        wrt = [*wanted, *(self.parameters if jobs[0].apply else ())]
+        found: list[Tensor | None] = [None] * len(wrt)
+        if pairs and wrt:
+            try:
+                found = list(torch.autograd.grad([o for o, _ in pairs], wrt, [g for _, g in pairs], allow_unused=True))
+            except Exception as error:
+                text = f"The backward pass of {self.uid} raised {type(error).__name__}: {str(error)[:300]}"
+                raise ExpertFailedError(text) from error
+        by_leaf = dict(zip(map(id, wanted), found, strict=False))
+        grads = [_grad_or_zero(x, by_leaf.get(id(x))) for x in leaves]
+        _check_finite(grads, f"The input gradients of {self.uid}")
+        gradient = _Gradient(found[len(wanted) :] if jobs[0].apply else [None] * len(self.parameters))
+        gradient.divide(grad_scale)
+        gradient.check(self.uid)
+        return self._parts([g.cpu() for g in grads], [_rows(j.inputs) for j in jobs]), gradient
+
+    def _step(self, gradient: _Gradient) -> SwarmError | None:
+        """One optimizer step. Returns the error if the gradient cannot be applied; the weights are then untouched."""
+        try:
+            norm = gradient.check(self.uid)
+        except NonFiniteError as error:
+            return error
+        if self.optimizer is None:
+            return None
+        limit = self.grid.optimizer.clip_norm
+        if limit is not None and norm > limit:
+            gradient.divide(norm / limit)
+        for parameter, grad in zip(self.parameters, gradient.parts, strict=True):
+            parameter.grad = grad
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            # kept graphs must not outlive the weights, whatever happened
+            self.weight_version += 1
+        return None
+
+
+def _grad_or_zero(leaf: Tensor, grad: Tensor | None) -> Tensor:
+    if not leaf.requires_grad:
+        return torch.empty(0)
+    return torch.zeros_like(leaf) if grad is None else grad
+
+
+class _Gradient:
+    """The gradient of all parameters. Never changed in place: autograd may hand out one tensor twice."""
+
+    def __init__(self, parts: list[Tensor | None]) -> None:
+        self.parts = parts
+        self._norm: float | None = None
+
+    def plus(self, other: _Gradient) -> _Gradient:
+        if all(p is None for p in self.parts):
+            return other
+        sums = [a if b is None else b if a is None else a + b for a, b in zip(self.parts, other.parts, strict=True)]
+        return _Gradient(sums)
+
+    def divide(self, divisor: float) -> None:
+        if divisor != 1.0:
+            self.parts = [None if p is None else p / divisor for p in self.parts]
+            self._norm = None
+
+    def check(self, uid: str) -> float:
+        """The 2-norm. Raises `NonFiniteError` if an optimizer could turn the gradient into non-finite weights."""
+        if self._norm is None:
+            norms = [torch.linalg.vector_norm(p, dtype=torch.float32) for p in self.parts if p is not None]
+            self._norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        if not self._norm <= MAX_GRADIENT_NORM:
+            raise NonFiniteError(
+                f"The parameter gradients of {uid} overflow.", fix="Lower the learning rate, or clip the loss."
+            )
+        return self._norm

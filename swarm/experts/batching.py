@@ -1,0 +1,310 @@
+"""Dynamic batching of expert work, and the one thread that computes it on a device.
+
+`Batcher` is a queue without I/O: work of one key (expert, direction, shapes) is taken together up to a token budget, the
+oldest key first; what was cancelled or has expired is dropped when its turn comes; a full queue refuses. It never waits
+for more work: a batch grows only while the device is busy. `DeviceWorker` runs it on a thread, `InlineWorker` on the
+event loop in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from swarm.clock import Clock
+from swarm.errors import ClosedError, HostBusyError
+from swarm.runtime import Runtime
+
+T = TypeVar("T")
+_SMOOTHING = 0.2
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """One request's work for one expert.
+
+    Attributes:
+        key: Work of equal keys may be computed together.
+        tokens: Its size.
+        expires_s: It is dropped if it has not begun by then (the peer's monotonic time).
+        job: What the `compute` function of the worker understands.
+        future: Resolves to whatever `compute` returned for this job; cancel it to withdraw the work.
+        queued_s, queue_s, compute_s: When it was queued; how long it waited; how long its batch took.
+    """
+
+    key: Hashable
+    tokens: int
+    expires_s: float
+    job: Any
+    future: asyncio.Future[Any]
+    queued_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+@dataclass(slots=True)
+class BatcherStats:
+    """Totals since the start."""
+
+    batches: int = 0
+    batched: int = 0
+    tokens: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Batch:
+    """What to compute next, and what expired in the meantime."""
+
+    work: list[Work] = field(default_factory=list)
+    expired: list[Work] = field(default_factory=list)
+
+
+class Batcher:
+    """The queue of one device. No I/O, no locks: the caller serialises access.
+
+    Args:
+        max_batch_tokens: Token budget of one batch; larger work is computed alone.
+        max_queued_tokens: Tokens that may wait.
+    """
+
+    def __init__(self, max_batch_tokens: int, max_queued_tokens: int) -> None:
+        self._max_batch_tokens = max_batch_tokens
+        self._max_queued_tokens = max_queued_tokens
+        self._queues: OrderedDict[Hashable, deque[Work]] = OrderedDict()
+        self._tokens_per_s = 0.0
+        self.queued_tokens = 0
+        self.stats = BatcherStats()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def push(self, work: Work, now_s: float) -> None:
+        """Queue work. Raises `HostBusyError` when too much waits already (an empty queue takes work of any size)."""
+        if self.queued_tokens and self.queued_tokens + work.tokens > self._max_queued_tokens:
+            self.stats.refused += 1
+            raise HostBusyError(
+                f"{self.queued_tokens} tokens wait already.", fix="Retry later, or ask another replica."
+            )
+        work.queued_s = now_s
+        self.queued_tokens += work.tokens
+        self._queues.setdefault(work.key, deque()).append(work)
+
+    def pop(self, now_s: float) -> Batch:
+        """The next batch; empty when nothing waits."""
+        batch = Batch()
+        while self._queues and not batch.work:
+            key, waiting = self._queues.popitem(last=False)
+            budget = self._max_batch_tokens
+            while waiting and (not batch.work or waiting[0].tokens <= budget):
+                work = waiting.popleft()
+                self.queued_tokens -= work.tokens
+                work.queue_s = now_s - work.queued_s
+                if work.future.cancelled():
+                    self.stats.cancelled += 1
+                elif now_s >= work.expires_s:
+                    self.stats.expired += 1
+                    batch.expired.append(work)
+                else:
+                    budget -= work.tokens
+                    batch.work.append(work)
+            if waiting:
+                # the rest of this key waits for the others to have their turn
+                self._queues[key] = waiting
+        return batch
+
+    def done(self, batch: Sequence[Work], elapsed_s: float) -> None:
+        """Learn how fast the device is."""
+        tokens = sum(w.tokens for w in batch)
+        self.stats.batches += 1
+        self.stats.batched += len(batch)
+        self.stats.tokens += tokens
+        self.stats.busy_s += elapsed_s
+        if elapsed_s > 0:
+            rate = tokens / elapsed_s
+            self._tokens_per_s += (rate - self._tokens_per_s) * (_SMOOTHING if self._tokens_per_s else 1.0)
+
+    @property
+    def expected_wait_s(self) -> float:
+        """How long new work would wait."""
+        return self.queued_tokens / self._tokens_per_s if self._tokens_per_s > 0 else 0.0
+
+
+Compute = Callable[[Sequence[Work]], Sequence[Any]]
+"""Computes a batch of equal keys; returns one result per work (an exception as a value is a result like any other)."""
+
+
+class Worker(Protocol):
+    """Runs batches and other functions on a device, one at a time. Used from the event loop."""
+
+    batcher: Batcher
+
+    def submit(self, work: Work) -> None:
+        """Queue work; its future resolves on the loop. Raises `HostBusyError`, `ClosedError`."""
+        ...
+
+    async def call(self, fn: Callable[[], T]) -> T:
+        """Run `fn` on the device's thread, before any batch that waits. Raises what `fn` raises."""
+        ...
+
+    async def close(self) -> None:
+        """Drop what waits and end the thread, after the batch that it computes. Idempotent."""
+        ...
+
+
+def _resolve(work: Work, result: Any) -> None:
+    if not work.future.done():
+        work.future.set_result(result)
+
+
+def _expire(batch: Batch) -> None:
+    for work in batch.expired:
+        _resolve(work, HostBusyError("The request waited longer than its caller would.", fix="Retry later."))
+
+
+class DeviceWorker:
+    """A worker with a thread of its own.
+
+    torch's number of intra-op threads belongs to the process; it is left as it is.
+    """
+
+    def __init__(self, batcher: Batcher, compute: Compute, clock: Clock, name: str = "swarm-device") -> None:
+        self.batcher = batcher
+        self._compute = compute
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        # A SimpleQueue wakes its reader several times faster than a Condition; an item is a function, or "look into
+        # the batcher", of which there is one for every work.
+        self._wake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        if self._closed:
+            raise ClosedError("The host is closed.")
+        with self._lock:
+            self.batcher.push(work, self._clock.time())
+        self._wake.put(None)
+
+    async def call(self, fn: Callable[[], T]) -> T:
+        if self._closed:
+            raise ClosedError("The host is closed.")
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = fn()
+            except BaseException as error:  # noqa: BLE001 - raised again where the caller awaits it
+                self._loop.call_soon_threadsafe(_set_exception, future, error)
+            else:
+                self._loop.call_soon_threadsafe(_set_result, future, result)
+
+        self._wake.put(run)
+        return await future
+
+    def _run(self) -> None:
+        while True:
+            run = self._wake.get()
+            if self._closed:
+                return
+            if run is not None:
+                run()
+                continue
+            now_s = self._clock.time()
+            with self._lock:
+                batch = self.batcher.pop(now_s)
+            results: Sequence[Any] = ()
+            if batch.work:
+                results = self._compute(batch.work)
+                elapsed_s = self._clock.time() - now_s
+                with self._lock:
+                    self.batcher.done(batch.work, elapsed_s)
+                for work in batch.work:
+                    work.compute_s = elapsed_s
+            if batch.work or batch.expired:
+                self._loop.call_soon_threadsafe(_deliver, batch, results)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._wake.put(None)
+        with self._lock:
+            waiting = self.batcher.pop(float("inf"))
+        _fail(waiting)
+        await self._loop.run_in_executor(None, self._thread.join, 10.0)
+
+
+class InlineWorker:
+    """A worker for virtual time: batches run on the loop, one after the other, at the runtime's modelled cost."""
+
+    def __init__(self, batcher: Batcher, compute: Compute, runtime: Runtime) -> None:
+        self.batcher = batcher
+        self._compute = compute
+        self._runtime = runtime
+        self._device = asyncio.Lock()
+        self._closed = False
+        self._pump: asyncio.Task[None] | None = None
+
+    def submit(self, work: Work) -> None:
+        if self._closed:
+            raise ClosedError("The host is closed.")
+        self.batcher.push(work, self._runtime.clock.time())
+        if self._pump is None or self._pump.done():
+            self._pump = self._runtime.spawn(self._drain(), "device")
+
+    async def call(self, fn: Callable[[], T]) -> T:
+        if self._closed:
+            raise ClosedError("The host is closed.")
+        async with self._device:
+            return await self._runtime.offload(fn)
+
+    async def _drain(self) -> None:
+        while len(self.batcher) and not self._closed:
+            async with self._device:
+                now_s = self._runtime.clock.time()
+                batch = self.batcher.pop(now_s)
+                results: Sequence[Any] = ()
+                if batch.work:
+                    results = await self._runtime.offload(self._compute, batch.work)
+                    elapsed_s = self._runtime.clock.time() - now_s
+                    self.batcher.done(batch.work, elapsed_s)
+                    for work in batch.work:
+                        work.compute_s = elapsed_s
+                _deliver(batch, results)
+
+    async def close(self) -> None:
+        self._closed = True
+        _fail(self.batcher.pop(float("inf")))
+
+
+def _deliver(batch: Batch, results: Sequence[Any]) -> None:
+    for work, result in zip(batch.work, results, strict=True):
+        _resolve(work, result)
+    _expire(batch)
+
+
+def _fail(waiting: Batch) -> None:
+    """Everything that waits ends: at the end of time all of it has expired."""
+    for work in waiting.expired:
+        _resolve(work, HostBusyError("The host is closing.", fix="Ask another replica."))
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
