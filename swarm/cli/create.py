@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Start a run and print its ticket and one invite per role; runs until Ctrl-C.
 
-    The run's private key is written to the data folder (default `~/.swarm/owner/NAME`). Whoever has it owns the run: keep
-    a copy. Starting again with the same folder continues the same run.
+    The run's private key is written to the data folder (default `~/.swarm/owner/NAME`). Whoever has it owns the run:
+    keep a copy. Starting again with the same folder continues the same run.
 
     **Examples**
 
@@ -106,8 +106,9 @@ def command(
 
 def _tell(reporter: Reporter, run: Run, folder: Path, expires: str, invites: dict[str, str]) -> None:
     peer, manifest = run.bootstrap, run.manifest
+    roles, addresses = ", ".join(sorted(peer.roles)), ", ".join(peer.contact.addresses)
     lines = [
-        f"Run {manifest.name} is up ({', '.join(sorted(peer.roles))}), listening on {', '.join(peer.contact.addresses)}.",
+        f"Run {manifest.name} is up ({roles}), listening on {addresses}.",
         f"Experts: {', '.join(f'{g.size} x {g.module_name} in {g.name}' for g in manifest.experts) or 'none'}.",
         f"The run's key and this peer's identity are in {folder}.",
         "",

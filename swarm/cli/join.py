@@ -53,8 +53,8 @@ def command(
 ) -> None:
     """Join a run with an invite and host experts until Ctrl-C, then leave cleanly.
 
-    The first Ctrl-C hands the experts over and leaves, a second one aborts. No remote code runs here: a run can only ask
-    for expert classes that you installed, or named with `--import`.
+    The first Ctrl-C hands the experts over and leaves, a second one aborts. No remote code runs here: a run can only
+    ask for expert classes that you installed, or named with `--import`.
 
     The peer's identity is kept in the data folder (default `~/.swarm/runs/RUN`), so that the peer is the same after a
     restart. Two peers on one machine need a `--data-dir` each.

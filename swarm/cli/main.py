@@ -1,4 +1,4 @@
-"""The `swarm` command. Each command is a module of its own, imported only when it is needed, so that help is instant."""
+"""The `swarm` command. Each command is a module of its own, imported when it is needed, so that help is instant."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def stopping() -> Iterator[Stopping]:
 def run_to_end(closing: Callable[[], None]) -> None:
     """Run a blocking clean-up on a thread of its own, so that the main thread can still take a second Ctrl-C.
 
-    Windows delivers signals only between waits of the main thread, hence the short ones. Re-raises what `closing` raised.
+    Windows delivers signals only between waits of the main thread, hence the short ones.
+    Re-raises what `closing` raised.
     """
     failures: list[BaseException] = []
 

@@ -78,7 +78,7 @@ class RunFile:
         """Read and check a file.
 
         Raises:
-            ConfigError: The file cannot be read, is not TOML, or a field cannot be used; the message names file and field.
+            ConfigError: The file cannot be read, is not TOML, or a field cannot be used; the message names both.
         """
         try:
             if path.stat().st_size > MAX_RUN_FILE_BYTES:
