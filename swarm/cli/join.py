@@ -109,7 +109,7 @@ def _take_part(
 ) -> None:
     from swarm.cli.watching import event_stream, run_until_stopped
 
-    reporter.say(NO_REMOTE_CODE, "notice", text=NO_REMOTE_CODE)
+    reporter.say(NO_REMOTE_CODE, "notice", message=NO_REMOTE_CODE)
     reporter.say(f"JOINING  as {role.value}", "state", state="JOINING", role=role.value)
     from swarm.experts.registry import import_modules
     from swarm.run import join
