@@ -36,7 +36,7 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class UnaryMethod(Generic[Request, Response]):
-    """One request, one response. `bytes` as a type means raw bytes (a frame of tensors) instead of a protobuf message."""
+    """One request, one response. `bytes` as a type means raw bytes (a frame of tensors) instead of protobuf."""
 
     path: str
     """Full gRPC name, e.g. `/swarm.pb.Dht/Find`."""
@@ -67,7 +67,7 @@ class CallContext:
 
 
 class ByteStream(ABC):
-    """One side of a bidirectional stream. Sending and receiving are independent: use two tasks when both sides are large."""
+    """One side of a bidirectional stream. Send and receive in two tasks when both directions are large."""
 
     @abstractmethod
     async def send(self, chunk: bytes) -> None:
@@ -167,9 +167,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def stream(
-        self, to: Contact, method: StreamMethod, *, timeout_s: float
-    ) -> AbstractAsyncContextManager[ByteStream]:
+    def stream(self, to: Contact, method: StreamMethod, *, timeout_s: float) -> AbstractAsyncContextManager[ByteStream]:
         """Open a stream, with a hello first where there is no session; leaving the context cancels what is unfinished.
 
         Args:

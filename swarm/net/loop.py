@@ -1,0 +1,154 @@
+"""The process's one event-loop thread, and the synchronous way into it.
+
+`grpc.aio` allows one event loop per process, so all peers of a process share this daemon thread, while the user's
+thread trains. Two process-wide settings belong to it: gRPC's fork handlers are switched off (DataLoader workers fork,
+and with the handlers on they crash), and the interpreter switches threads more often while a peer runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from swarm.errors import LoopThreadError
+
+T = TypeVar("T")
+
+PEER_SWITCH_INTERVAL_S = 5e-4
+_POLL_S = 1.0
+_FORK_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
+
+
+class GrpcImportedEarly(RuntimeWarning):
+    """grpc was imported with its fork handlers on before swarm could switch them off."""
+
+
+def disable_grpc_fork_handlers() -> None:
+    """Switch gRPC's fork handlers off. Must run before grpc is imported; else warns `GrpcImportedEarly`."""
+    if os.environ.get(_FORK_VARIABLE) == "0":
+        return
+    os.environ[_FORK_VARIABLE] = "0"
+    if "grpc._cython.cygrpc" in sys.modules:
+        warnings.warn(
+            "grpc was imported before swarm with its fork handlers on: DataLoader workers that fork may crash. "
+            f"Import swarm first, or set {_FORK_VARIABLE}=0 in the environment.",
+            GrpcImportedEarly,
+            stacklevel=3,
+        )
+
+
+class LoopThread:
+    """A daemon thread that runs an asyncio loop for the life of the process. Use `loop_thread()` to get the one.
+
+    Attributes:
+        loop: The loop. Everything that touches `grpc.aio` runs on it.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        started = threading.Event()
+        self.loop.call_soon(started.set)
+        self._thread = threading.Thread(target=self._main, name="swarm-loop", daemon=True)
+        self._thread.start()
+        started.wait()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    @property
+    def current(self) -> bool:
+        """Whether the calling code runs on the loop thread."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            LoopThreadError: Called on the loop thread itself.
+            TimeoutError: Not done within `timeout_s`; the coroutine is cancelled, as it is on Ctrl-C.
+        """
+        if self.current:
+            coroutine.close()
+            raise LoopThreadError(
+                "A blocking call was made on swarm's event-loop thread, where it would wait for itself.",
+                fix="Call the async form there, or make the blocking call on another thread.",
+            )
+        future = self.submit(coroutine)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while True:
+                # Waiting in pieces keeps Ctrl-C working where a lock cannot be interrupted.
+                left = _POLL_S if end is None else min(_POLL_S, max(0.0, end - time.monotonic()))
+                try:
+                    return future.result(left)
+                except TimeoutError:
+                    if future.done():
+                        raise
+                    if end is not None and time.monotonic() >= end:
+                        raise TimeoutError(f"The call was not done within {timeout_s} s.") from None
+        finally:
+            if not future.done():
+                future.cancel()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call_soon(self, fn: Callable[..., object], *args: Any) -> None:
+        """Call `fn(*args)` on the loop, from any thread."""
+        self.loop.call_soon_threadsafe(fn, *args)
+
+    def _stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(2.0)
+
+
+class _Process:
+    """What exists once per process. Bound to the process id, so that a forked child starts afresh."""
+
+    lock = threading.Lock()
+    pid = 0
+    thread: LoopThread | None = None
+    peers = 0
+    saved_interval_s = 0.0
+
+
+def loop_thread() -> LoopThread:
+    """The process's loop thread, started on first use."""
+    with _Process.lock:
+        if _Process.thread is None or _Process.pid != os.getpid():
+            disable_grpc_fork_handlers()
+            _Process.thread, _Process.pid = LoopThread(), os.getpid()
+            atexit.register(_Process.thread._stop)
+        return _Process.thread
+
+
+@contextmanager
+def switch_interval() -> Iterator[None]:
+    """Let threads switch every 0.5 ms while any peer runs: a busy training thread then delays a small call by less.
+
+    Reference-counted; the last to leave restores what the interpreter had before.
+    """
+    with _Process.lock:
+        if _Process.peers == 0:
+            _Process.saved_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(PEER_SWITCH_INTERVAL_S, _Process.saved_interval_s))
+        _Process.peers += 1
+    try:
+        yield
+    finally:
+        with _Process.lock:
+            _Process.peers -= 1
+            if _Process.peers == 0:
+                sys.setswitchinterval(_Process.saved_interval_s)

@@ -1,0 +1,37 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swarm.net.loop import disable_grpc_fork_handlers
+from tests.support import GrpcWorld, MemoryWorld, World
+
+disable_grpc_fork_handlers()
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def memory_world() -> Iterator[MemoryWorld]:
+    """An in-memory network in virtual time."""
+    world = MemoryWorld()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def grpc_world() -> Iterator[GrpcWorld]:
+    """Real gRPC on loopback."""
+    world = GrpcWorld()
+    yield world
+    world.close()
+
+
+@pytest.fixture(params=["memory", "grpc"])
+def world(request: pytest.FixtureRequest) -> World:
+    """Each of the two worlds in turn."""
+    made: World = request.getfixturevalue(f"{request.param}_world")
+    return made
