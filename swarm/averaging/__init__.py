@@ -1,0 +1,1 @@
+"""Averaging parameters with other peers: group forming, butterfly all-reduce, pairwise gossip."""

@@ -1,9 +1,9 @@
 """Butterfly all-reduce without I/O: how the vector is laid out and cut, and what a reducer does with what arrives.
 
-Each of n members reduces one part of the flat vector. Members send the other parts to their reducers, chunk by chunk, and
-receive averages. The reducer encodes an average once and everybody, itself included, decodes that encoding, so that all
-members hold the same bits. A sender that stalls is dropped for the chunks that it did not send; a reducer that dies costs
-its part. A chunk holds either the survivors' weighted mean or the local values, never a mix.
+Each of n members reduces one part of the flat vector. Members send the other parts to their reducers, chunk by chunk,
+and receive averages. The reducer encodes an average once and everybody, itself included, decodes that encoding, so
+that all members hold the same bits. A sender that stalls is dropped for the chunks that it did not send; a reducer
+that dies costs its part. A chunk holds either the survivors' weighted mean or the local values, never a mix.
 """
 
 from __future__ import annotations

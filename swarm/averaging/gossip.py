@@ -1,7 +1,7 @@
 """Pairwise gossip: a round averages with one other peer, picked at random, and needs no global step.
 
-A pair is a sealed group of two, and its exchange the butterfly of two: each reduces one half and gets the other back, so
-that both hold the same bits, and half as much travels as if they swapped whole vectors.
+A pair is a sealed group of two, and its exchange the butterfly of two: each reduces one half and gets the other back,
+so that both hold the same bits, and half as much travels as if they swapped whole vectors.
 """
 
 from __future__ import annotations

@@ -295,6 +295,16 @@ class Matchmaker:
         return min(search.closes_at, search.asked_at + patience)
 
     @property
+    def terms(self) -> Terms | None:
+        """What we bring to the round that is being formed, if one is."""
+        return self._search.terms if self._search else None
+
+    @property
+    def closes_at(self) -> float:
+        """When the window closes; in the past if we are not looking."""
+        return self._search.closes_at if self._search else -math.inf
+
+    @property
     def pledged_nonce(self) -> bytes | None:
         """The nonce of the seal that we accepted and that is not committed yet."""
         return self._search.seal.nonce if self.phase is Phase.PLEDGED and self._search and self._search.seal else None

@@ -1,0 +1,256 @@
+"""`Averager`: averages a list of tensors with other peers, in one call, now or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Literal, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from swarm.averaging.allreduce import FlatVector
+from swarm.averaging.exchange import Exchange
+from swarm.averaging.gossip import Strategy
+from swarm.averaging.matchmaking import Terms
+from swarm.averaging.rounds import Group, Round, RoundDegraded, RoundFinished, RoundReport, describe
+from swarm.averaging.service import AveragingService, Seat
+from swarm.errors import ClosedError, SchemaMismatchError, UsageError
+from swarm.tensors.codecs import codec as find_codec
+from swarm.tensors.schema import TensorMeta, schema_hash
+
+
+class AveragingPeer(Protocol):
+    """What an averager needs of a peer."""
+
+    @property
+    def averaging(self) -> AveragingService: ...
+
+
+class RoundHandle:
+    """A round that runs in the background on a copy of the tensors; they may change meanwhile."""
+
+    def __init__(self, averager: Averager, future: Future[Round]) -> None:
+        self._averager = averager
+        self._future = future
+        self._applied = False
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> Round:
+        """Wait for the round's end. Raises `TimeoutError`; the round goes on."""
+        return self._future.result(timeout_s)
+
+    def apply(self) -> Round:
+        """Wait for the end, then add what the round changed: tensor += averaged - value when the round began.
+
+        Call it on the thread that owns the tensors. Later calls do nothing. Without a group nothing changes.
+        """
+        outcome = self.result()
+        if not self._applied:
+            self._applied = True
+            self._averager._finish(outcome)
+        return outcome
+
+
+class Averager:
+    """Averages tensors in place with the other peers that do so under the same key.
+
+    Memory: one copy of the tensors on the CPU, a second one from the first background round on, and some chunks.
+
+    Args:
+        peer: A started peer; its `averaging` service carries the rounds.
+        tensors: Float tensors, averaged in place under `no_grad`; all members need the same shapes and dtypes in order.
+        key: Who averages with whom.
+        strategy: `AllReduce(...)` or `Gossip(...)`; part of what members must agree on.
+
+    Raises:
+        UsageError: No tensors, or this peer averages under this key already.
+        UnsupportedDtypeError: A tensor is not of a floating dtype that can travel with the strategy's codec.
+    """
+
+    def __init__(self, peer: AveragingPeer, tensors: Sequence[Tensor], key: str, strategy: Strategy) -> None:
+        if not tensors:
+            raise UsageError("There are no tensors to average.", fix="Pass at least one tensor.")
+        self.key = key
+        self.strategy = strategy
+        self._service = peer.averaging
+        self._endpoint = self._service.endpoint
+        self._tensors = list(tensors)
+        metas = [TensorMeta.of(tensor) for tensor in tensors]
+        self._codec = find_codec(strategy.codec)
+        for meta in metas:
+            self._codec.check(meta.dtype)
+        self.vector = FlatVector(metas)
+        self._before: FlatVector | None = None
+        kind = f"{type(strategy).__name__}/{strategy.codec}".encode()
+        self.schema_hash = hashlib.sha256(b"swarm/averaging/1\0" + kind + b"\0" + schema_hash(metas)).digest()
+        """Equal for peers that can be in a group: shapes, dtypes, kind of strategy and codec."""
+        self._seat: Seat | None = None
+        self._busy = threading.Lock()
+        self._closed = False
+        if self._endpoint.loop is not None and not _on_a_loop():
+            self._endpoint.run_sync(self.open())
+
+    @property
+    def others_waiting(self) -> bool:
+        """Whether another peer looks for a group under this key right now, while we do not."""
+        return self._seat is not None and self._seat.matchmaker.others_waiting(self._seat.now)
+
+    async def open(self) -> None:
+        """Announce this peer under the key. The first round does it too."""
+        if self._closed:
+            raise ClosedError("The averager is closed.")
+        if self._seat is None:
+            self._seat = await self._service.open(self.key, self.strategy)
+
+    @overload
+    def step(self, weight: float = 1.0, wait: Literal[True] = True, timeout_s: float | None = None) -> Round: ...
+
+    @overload
+    def step(self, weight: float = 1.0, *, wait: Literal[False], timeout_s: float | None = None) -> RoundHandle: ...
+
+    def step(self, weight: float = 1.0, wait: bool = True, timeout_s: float | None = None) -> Round | RoundHandle:
+        """Run one round. What others do never raises: see `Round.outcome` and `Round.degraded`.
+
+        Args:
+            weight: Of this peer's values in the mean, usually samples or steps; 0 only receives.
+            wait: Block, then write averages into the tensors. False: return a `RoundHandle` at once.
+            timeout_s: Cap of the search for a group; the configured window applies below it.
+
+        Raises:
+            UsageError: A weight that cannot be, or a round that is still running.
+        """
+        self._start(weight)
+        self.vector.load(self._tensors)
+        if wait:
+            try:
+                outcome = self._endpoint.run_sync(self.average(self.vector, weight, timeout_s))
+                if outcome.averaged:
+                    self.vector.store(self._tensors)
+                return outcome
+            finally:
+                self._busy.release()
+        if self._endpoint.loop is None:
+            self._busy.release()
+            raise RuntimeError("An endpoint on a virtual loop has no background rounds.")
+        self._before = self._before or FlatVector(self.vector.metas)
+        self._before.copy_from(self.vector)
+        future = self._endpoint.loop.submit(self.average(self.vector, weight, timeout_s))
+        return RoundHandle(self, future)
+
+    async def step_async(self, weight: float = 1.0, timeout_s: float | None = None) -> Round:
+        """Like `step`, for code on the event loop."""
+        self._start(weight)
+        try:
+            self.vector.load(self._tensors)
+            outcome = await self.average(self.vector, weight, timeout_s)
+            if outcome.averaged:
+                self.vector.store(self._tensors)
+            return outcome
+        finally:
+            self._busy.release()
+
+    def _start(self, weight: float) -> None:
+        if self._closed:
+            raise ClosedError("The averager is closed.")
+        if not math.isfinite(weight) or weight < 0:
+            raise UsageError(f"A weight of {weight} cannot be.", fix="Use a finite number that is not negative.")
+        if [TensorMeta.of(t) for t in self._tensors] != list(self.vector.metas):
+            raise SchemaMismatchError("A tensor has another shape or dtype than when the averager was made.")
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("A round of this averager is running.", fix="Wait for it, and apply its handle.")
+
+    def _finish(self, outcome: Round) -> None:
+        assert self._before is not None
+        try:
+            if outcome.averaged:
+                with torch.no_grad():
+                    pairs = zip(self.vector.views(), self._before.views(), strict=True)
+                    for tensor, (after, before) in zip(self._tensors, pairs, strict=True):
+                        tensor.add_((after - before).to(tensor.device))
+        finally:
+            self._busy.release()
+
+    async def average(self, vector: FlatVector, weight: float, timeout_s: float | None = None) -> Round:
+        """Run one round on a flat vector of the averager's layout, in place. The building block of `step`."""
+        await self.open()
+        seat = self._seat
+        assert seat is not None
+        clock, config = self._endpoint.runtime.clock, self._endpoint.config
+        begun, report = clock.time(), RoundReport()
+        terms = Terms(self.schema_hash, weight, vector.numel, self.strategy.min_group, self.strategy.max_group)
+        concluded = await seat.match(terms, timeout_s)
+        outcome, seal, exchange_s = concluded.outcome, concluded.seal, 0.0
+        if seal is not None:
+            sealed_at = clock.time()
+            exchange = Exchange(
+                seal,
+                vector,
+                self._codec,
+                report,
+                transport=self._endpoint.transport,
+                runtime=self._endpoint.runtime,
+                config=config.averaging,
+                chunk_bytes=config.transport.chunk_bytes,
+            )
+            seat.enter(seal.nonce, exchange)
+            try:
+                await exchange.run()
+            finally:
+                seat.leave(seal.nonce)
+            exchange_s = clock.time() - sealed_at
+            outcome = Group(seal.nonce.hex(), report.contributors)
+        result = Round(
+            outcome=outcome,
+            members=tuple(str(m.peer_id) for m in seal.members) if seal is not None else (),
+            bytes_sent=report.bytes_sent,
+            bytes_received=report.bytes_received,
+            seconds=clock.time() - begun,
+            degraded=tuple(report.problems),
+            exchange_s=exchange_s,
+        )
+        self._tell(result)
+        return result
+
+    def _tell(self, result: Round) -> None:
+        runtime = self._endpoint.runtime
+        for problem in result.degraded:
+            runtime.emit(RoundDegraded(self.key, problem))
+        runtime.emit(
+            RoundFinished(
+                key=self.key,
+                outcome=type(result.outcome).__name__,
+                members=len(result.members),
+                seconds=result.seconds,
+                bytes_sent=result.bytes_sent,
+                bytes_received=result.bytes_received,
+                reason=describe(result.outcome),
+            )
+        )
+
+    async def aclose(self) -> None:
+        """Withdraw the announcement. Idempotent; a running round ends first in its own time."""
+        if not self._closed:
+            self._closed = True
+            if self._seat is not None:
+                await self._service.shut(self.key)
+
+    def close(self) -> None:
+        """`aclose` for code outside the event loop."""
+        if not self._closed:
+            self._endpoint.run_sync(self.aclose())
+
+
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
