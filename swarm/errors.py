@@ -364,6 +364,12 @@ class SnapshotGoneError(StateError):
     code = 8003
 
 
+class TransferInterruptedError(StateError):
+    """A download of state broke off. What arrived is verified and kept: the next attempt fetches only the rest."""
+
+    code = 8004
+
+
 class ProcessError(SwarmError):
     """A process that swarm started failed or did not become ready."""
 

@@ -80,6 +80,23 @@ def _refuse_extension(kind: int, _: bytes) -> Any:
     raise MalformedFrameError(f"The header holds a msgpack extension (type {kind}); plain values are expected.")
 
 
+def checked_numel(dims: Any) -> int:
+    """Number of elements of a shape that a stranger sent. Raises `MalformedFrameError` unless it could exist."""
+    if type(dims) is not list or len(dims) > MAX_DIMS:
+        raise MalformedFrameError(f"A tensor's shape is not a list of at most {MAX_DIMS} sizes.")
+    numel = 1
+    extent = 1
+    for size in dims:
+        if type(size) is not int or size < 0:
+            raise MalformedFrameError("A tensor's shape holds something else than sizes.")
+        numel *= size
+        if size > 1:
+            extent *= size
+            if extent > _MAX_ELEMENTS:
+                raise MalformedFrameError("A tensor's shape has more elements than any memory.")
+    return numel
+
+
 def _parse_row(row: Any) -> tuple[TensorHeader, int]:
     """One checked row and its decoded size."""
     if type(row) is not list or len(row) != _FIELDS:
@@ -93,18 +110,7 @@ def _parse_row(row: Any) -> tuple[TensorHeader, int]:
         with_codec = codec(codec_field)
     if not with_codec.carries(dtype):
         with_codec.check(dtype)
-    if type(dims) is not list or len(dims) > MAX_DIMS:
-        raise MalformedFrameError(f"A tensor's shape is not a list of at most {MAX_DIMS} sizes.")
-    numel = 1
-    extent = 1
-    for size in dims:
-        if type(size) is not int or size < 0:
-            raise MalformedFrameError("A tensor's shape holds something else than sizes.")
-        numel *= size
-        if size > 1:
-            extent *= size
-            if extent > _MAX_ELEMENTS:
-                raise MalformedFrameError("A tensor's shape has more elements than any memory.")
+    numel = checked_numel(dims)
     if type(nbytes) is not int or nbytes != with_codec.encoded_nbytes(numel, dtype):
         raise MalformedFrameError("A tensor's size in bytes does not belong to its shape, dtype and codec.")
     return TensorHeader(dtype, dtype_field, tuple(dims), with_codec, nbytes), numel * dtype.itemsize

@@ -111,7 +111,7 @@ def bandwidth_shares(b: Sequence[float]) -> list[float]:
     n, fastest = len(b), max(b)
     rates = [x / fastest for x in b]
     eligible = sorted((i for i, r in enumerate(rates) if r > 0), key=lambda i: (-rates[i], i))
-    if n == 2 or len(eligible) * 2 <= n:
+    if n <= 2 or len(eligible) * 2 <= n:
         return [1 / len(eligible) if r > 0 else 0.0 for r in rates]
     cap, slowest = 2 / n, rates[eligible[-1]]
     for capped in range(len(eligible)):  # the fastest peers reach the cap first
