@@ -1,0 +1,262 @@
+"""What the client of remote experts keeps about its calls: work for one expert, how it went, a layer's totals."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from swarm.errors import (
+    HostBusyError,
+    IdentityMismatchError,
+    MethodNotServedError,
+    NonFiniteError,
+    NotAuthorizedError,
+    PeerUnreachableError,
+    RateLimitedError,
+    SchemaMismatchError,
+    SwarmError,
+    UnknownExpertError,
+    UnknownRequestError,
+    UnknownSessionError,
+    WrongRunError,
+)
+from swarm.events import Event
+from swarm.experts.protocol import Pass
+from swarm.identity import PeerId
+from swarm.net.transport import Contact
+
+DEFINITE_REFUSALS = (
+    PeerUnreachableError,
+    MethodNotServedError,
+    RateLimitedError,
+    IdentityMismatchError,
+    WrongRunError,
+    UnknownSessionError,
+    NotAuthorizedError,
+    UnknownExpertError,
+    UnknownRequestError,
+    HostBusyError,
+    SchemaMismatchError,
+    NonFiniteError,
+)
+"""Errors after which the host has certainly applied nothing, so that another replica may be asked to."""
+
+_EWMA = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCallFailed(Event):
+    """A host did not do its part of a call; `retried` says whether another attempt follows."""
+
+    layer: str
+    uids: tuple[str, ...]
+    peer: str
+    direction: str
+    reason: str
+    retried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMasked(Event):
+    """Experts did not answer a forward pass; the gate's weights were renormalised over those that did."""
+
+    layer: str
+    uids: tuple[str, ...]
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateLost(Event):
+    """A gradient was not applied, or nobody knows whether it was; it is not sent to be applied again."""
+
+    layer: str
+    uid: str
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientMissing(Event):
+    """Nobody returned the gradient of some inputs; it counts as zero."""
+
+    layer: str
+    uid: str
+    tokens: int
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class ExpertCall:
+    """The work for one expert in one pass of a layer, over all attempts.
+
+    Attributes:
+        uid: The expert.
+        inputs: Its inputs; dense, on the CPU. The first dimension is the tokens. Not needed for a backward pass while
+            the host remembers them.
+        request_id: Names the work for the host, in both passes.
+        outputs: What a host answered to the forward pass.
+        contact: The host that answered the forward pass.
+        grad_outputs: Gradients of the outputs; backward only.
+        grad_inputs: What a host answered to the backward pass; None in the list for an input without a gradient.
+        applied: A host confirmed that it applied the gradients of the parameters.
+        may_apply: A host may still be asked to apply them: no earlier attempt can have done it.
+        with_inputs: The next attempt carries the inputs.
+        tried: Hosts that will not be asked again in this pass.
+        problems: Why each attempt failed, in order.
+    """
+
+    uid: str
+    tokens: int
+    request_id: bytes
+    inputs: Sequence[Tensor] = ()
+    outputs: list[Tensor] | None = None
+    contact: Contact | None = None
+    grad_outputs: Sequence[Tensor] = ()
+    grad_inputs: list[Tensor | None] | None = None
+    applied: bool = False
+    may_apply: bool = False
+    with_inputs: bool = False
+    busy: int = 0
+    tried: list[PeerId] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def answered(self) -> bool:
+        """Whether a host answered the forward pass."""
+        return self.outputs is not None
+
+    def why(self) -> str:
+        """One sentence about the failed attempts."""
+        return "; then ".join(self.problems) or "no host holds it"
+
+    def next_pass(self, *, apply: bool, with_inputs: bool) -> None:
+        """Forget the attempts of the forward pass before the backward pass starts."""
+        self.may_apply, self.with_inputs = apply, with_inputs
+        self.busy, self.tried, self.problems = 0, [], []
+
+
+class LayerStats:
+    """Totals of one layer's calls. Thread-safe; `snapshot` for a consistent view."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = self._failed = self._retries = self._lost = self._missing = 0
+        self._routed = self._masked = 0
+        self._latency: dict[Pass, float] = {}
+        self._tokens: Counter[str] = Counter()
+
+    def called(self, n: int) -> None:
+        with self._lock:
+            self._calls += n
+
+    def failed(self, n: int, retried: int) -> None:
+        with self._lock:
+            self._failed += n
+            self._retries += retried
+
+    def lost_update(self) -> None:
+        with self._lock:
+            self._lost += 1
+
+    def missing_gradient(self) -> None:
+        with self._lock:
+            self._missing += 1
+
+    def routed(self, calls: Sequence[ExpertCall]) -> None:
+        """Count a forward pass by what became of each expert's tokens."""
+        with self._lock:
+            for call in calls:
+                self._routed += call.tokens
+                if call.answered:
+                    self._tokens[call.uid] += call.tokens
+                else:
+                    self._masked += call.tokens
+
+    def took(self, direction: Pass, seconds: float) -> None:
+        with self._lock:
+            before = self._latency.get(direction, seconds)
+            self._latency[direction] = before + _EWMA * (seconds - before)
+
+    def snapshot(self) -> LayerSnapshot:
+        with self._lock:
+            return LayerSnapshot(
+                calls=self._calls,
+                failed_calls=self._failed,
+                retries=self._retries,
+                lost_updates=self._lost,
+                missing_gradients=self._missing,
+                tokens=self._routed,
+                masked_tokens=self._masked,
+                forward_s=self._latency.get("forward"),
+                backward_s=self._latency.get("backward"),
+                expert_tokens=dict(self._tokens),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSnapshot:
+    """A layer's totals since it was made.
+
+    Attributes:
+        calls: Attempts, counted per expert and pass.
+        failed_calls: Attempts that brought no usable answer.
+        retries: Failed attempts that were followed by another one.
+        lost_updates: Gradients of one expert's call that are not known to have been applied.
+        missing_gradients: Calls whose input gradients nobody returned; zero took their place.
+        tokens: Token-to-expert assignments that the gate made.
+        masked_tokens: Those that no expert answered.
+        forward_s, backward_s: Moving averages of the time that one pass of the whole layer takes.
+        expert_tokens: Answered assignments by expert.
+    """
+
+    calls: int
+    failed_calls: int
+    retries: int
+    lost_updates: int
+    missing_gradients: int
+    tokens: int
+    masked_tokens: int
+    forward_s: float | None
+    backward_s: float | None
+    expert_tokens: Mapping[str, int]
+
+    @property
+    def masked_fraction(self) -> float:
+        """Masked assignments as a fraction of all."""
+        return self.masked_tokens / self.tokens if self.tokens else 0.0
+
+
+@dataclass(slots=True)
+class CallOptions:
+    """How a layer wants its experts called.
+
+    Attributes:
+        layer: What events and errors call it.
+        train: A backward pass will come that trains the experts.
+        timeout_s: Cap of one pass over all attempts; none leaves it to adaptive deadlines and the configured cap.
+        codec: How floating-point tensors travel: `none`, `bf16` or `fp16`.
+        grad_scale: What the loss was multiplied by.
+        stats: Where the calls are counted.
+    """
+
+    layer: str
+    train: bool = True
+    timeout_s: float | None = None
+    codec: str = "none"
+    grad_scale: float = 1.0
+    stats: LayerStats = field(default_factory=LayerStats)
+
+
+def is_definite(error: SwarmError) -> bool:
+    """Whether the host has certainly not applied anything."""
+    return isinstance(error, DEFINITE_REFUSALS)
+
+
+def shows_unhealthy_peer(error: SwarmError) -> bool:
+    """Whether the error says that the peer is down, stalled or lying, not that it refused something properly."""
+    return error.remote is None

@@ -1,0 +1,346 @@
+"""Which hosts hold which experts: refreshed from the DHT in the background, read without waiting on the forward path.
+
+A circuit breaker sits in front of it: a peer that failed is avoided, and tried again with a small call of the
+directory's own (never with a training step's) after a pause that doubles up to ten refresh intervals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm.config import ClientConfig
+from swarm.dht.records import Entry
+from swarm.endpoint import Endpoint
+from swarm.errors import (
+    DhtError,
+    ExpertsNotReadyError,
+    MalformedFrameError,
+    NetworkError,
+    SwarmError,
+    UnknownExpertError,
+)
+from swarm.events import Event
+from swarm.experts.breaker import CircuitBreaker
+from swarm.experts.records import HostRecord, merge_records, record_key, rendezvous_order
+from swarm.experts.spec import ExpertGrid, parse_uid
+from swarm.identity import PeerId
+from swarm.net.transport import Contact
+
+MAX_PAUSE_REFRESHES = 10
+"""The longest pause between two attempts at a failed peer, in refresh intervals."""
+NAMED_UIDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAvoided(Event):
+    """Calls to a peer failed: for `pause_s` seconds its experts are asked of other replicas, or masked."""
+
+    peer: str
+    pause_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTrusted(Event):
+    """A peer that was avoided answers again."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryRefreshFailed(Event):
+    """The records of a grid could not be read; what was known before stays in use until it expires."""
+
+    grid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRecordIgnored(Event):
+    """A host's record makes no sense."""
+
+    grid: str
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One host's copy of an expert, as announced."""
+
+    contact: Contact
+    weight_version: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A record with its local expiry; `missed` counts refreshes in a row that did not show it."""
+
+    record: HostRecord
+    record_version: int
+    expires_s: float
+    missed: int = 0
+
+
+class ExpertDirectory:
+    """The replicas of every expert of some grids, primary first.
+
+    Reading is thread-safe and never waits; everything else belongs on the endpoint's loop.
+
+    Args:
+        endpoint: Whose DHT is read.
+        grids: The grids to follow, by name.
+        probe: Makes a small call to a contact, to see whether it answers; raises `NetworkError` if not.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, grids: Mapping[str, ExpertGrid], probe: Callable[[Contact], Awaitable[None]]
+    ) -> None:
+        self._endpoint = endpoint
+        self._grids = dict(grids)
+        self._probe = probe
+        self._config: ClientConfig = endpoint.config.client
+        refresh_s = self._config.directory_refresh_s
+        self._breaker = CircuitBreaker(refresh_s, MAX_PAUSE_REFRESHES * refresh_s)
+        self._known: dict[str, dict[tuple[PeerId, str], _Known]] = {name: {} for name in self._grids}
+        self._replicas: dict[str, tuple[Replica, ...]] = {}
+        self._index = {name: {uid: i for i, uid in enumerate(grid.uids())} for name, grid in self._grids.items()}
+        self._lock = threading.Lock()
+        self._live: dict[str, Tensor] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._refreshing = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Read every grid once, then keep refreshing in the background."""
+        await self.refresh()
+        self._task = self._endpoint.runtime.spawn(self._keep_fresh(), "expert-directory")
+
+    async def close(self) -> None:
+        """Stop refreshing. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    # Reading
+
+    def replicas(self, uid: str) -> tuple[Replica, ...]:
+        """The announced replicas: primary first, but those of avoided peers last. Empty if nobody holds the expert.
+
+        Raises:
+            UnknownExpertError: The run has no such expert.
+        """
+        self.grid_of(uid)
+        return tuple(sorted(self._replicas.get(uid, ()), key=lambda r: self._breaker.avoids(r.contact.peer_id)))
+
+    def next_host(self, uid: str, tried: Sequence[PeerId]) -> Contact | None:
+        """The best replica's host that was not tried, one that is not avoided before one that is."""
+        left = [r.contact for r in self._replicas.get(uid, ()) if r.contact.peer_id not in tried]
+        for contact in left:
+            if not self._breaker.avoids(contact.peer_id):
+                return contact
+        return left[0] if left else None
+
+    def live_uids(self, grid: str) -> list[str]:
+        """Experts with a replica whose host is not avoided, in row-major order. Raises `UnknownExpertError`."""
+        live = self.live(grid)
+        return [uid for uid, index in self._index[grid].items() if live[index]]
+
+    def live(self, grid: str) -> Tensor:
+        """Which experts can be called; do not write to it. [experts] bool. Raises `UnknownExpertError`."""
+        mask = self._live.get(grid)
+        if mask is None:
+            if grid not in self._grids:
+                raise self._no_grid(grid)
+            with self._lock:
+                avoids = self._breaker.avoids
+                mask = torch.tensor(
+                    [
+                        any(not avoids(r.contact.peer_id) for r in self._replicas.get(uid, ()))
+                        for uid in self._index[grid]
+                    ],
+                    dtype=torch.bool,
+                )
+                self._live[grid] = mask
+        return mask
+
+    def announced(self, grid: str) -> Tensor:
+        """Which experts have any replica at all, avoided or not. [experts] bool. Raises `UnknownExpertError`."""
+        if grid not in self._grids:
+            raise self._no_grid(grid)
+        return torch.tensor([bool(self._replicas.get(uid)) for uid in self._index[grid]], dtype=torch.bool)
+
+    def grid_of(self, uid: str) -> ExpertGrid:
+        """The grid that an expert belongs to. Raises `UnknownExpertError`."""
+        try:
+            name, _ = parse_uid(uid)
+        except MalformedFrameError as error:
+            raise UnknownExpertError(f"{uid!r} is not an expert's uid.", fix="Write it as 'ffn.3.17'.") from error
+        if name not in self._grids:
+            raise self._no_grid(name)
+        if uid not in self._index[name]:
+            raise UnknownExpertError(
+                f"The grid {name!r} has no expert {uid!r}.", fix=f"Its uids follow {self._grids[name].pattern}."
+            )
+        return self._grids[name]
+
+    def grid(self, name: str) -> ExpertGrid:
+        """The grid of this name. Raises `UnknownExpertError`."""
+        if name not in self._grids:
+            raise self._no_grid(name)
+        return self._grids[name]
+
+    def _no_grid(self, name: str) -> UnknownExpertError:
+        known = ", ".join(self._grids) or "none"
+        return UnknownExpertError(f"The run has no grid {name!r}.", fix=f"Its grids: {known}.")
+
+    # Outcomes of calls
+
+    def mark_failed(self, peer_id: PeerId, reason: str) -> None:
+        """A call to the peer failed: avoid it until a trial call succeeds."""
+        pause_s = self._breaker.failed(peer_id, self._endpoint.runtime.clock.time())
+        if pause_s is not None:
+            self._live_changed()
+            self._endpoint.runtime.emit(PeerAvoided(peer=str(peer_id), pause_s=pause_s, reason=reason))
+
+    def mark_answered(self, peer_id: PeerId) -> None:
+        """The peer answered a call."""
+        if self._breaker.avoids(peer_id) and self._breaker.succeeded(peer_id):
+            self._live_changed()
+            self._endpoint.runtime.emit(PeerTrusted(peer=str(peer_id)))
+
+    def mark_gone(self, uid: str, peer_id: PeerId) -> None:
+        """The peer says that it does not hold this expert: forget the replica until it is announced again."""
+        left = tuple(r for r in self._replicas.get(uid, ()) if r.contact.peer_id != peer_id)
+        self._replicas = {**self._replicas, uid: left}
+        self._live_changed()
+
+    def _live_changed(self) -> None:
+        with self._lock:
+            self._live = {}
+
+    # Refreshing
+
+    async def refresh(self) -> None:
+        """Read the records of every grid now."""
+        async with self._refreshing:
+            for name in self._grids:
+                try:
+                    entries = await self._endpoint.dht.get(record_key(name), fresh=True)
+                except (DhtError, NetworkError) as error:
+                    self._endpoint.runtime.emit(DirectoryRefreshFailed(grid=name, reason=str(error)))
+                    entries = None
+                self._known[name] = self._merge(name, entries)
+            self._rebuild()
+
+    def _merge(self, name: str, entries: Sequence[Entry] | None) -> dict[tuple[PeerId, str], _Known]:
+        """What is known of a grid after a read; None is a read that failed."""
+        now_s = self._endpoint.runtime.clock.time()
+        # One read may miss a record that a holder of it did not show in time; two in a row mean that it is gone.
+        known = {
+            key: k if entries is None else _Known(k.record, k.record_version, k.expires_s, k.missed + 1)
+            for key, k in self._known[name].items()
+            if k.expires_s > now_s and (entries is None or k.missed < 1)
+        }
+        for entry in entries or ():
+            before = known.get((entry.author, entry.subkey))
+            if before is not None and before.record_version > entry.record_version:
+                continue
+            try:
+                record = HostRecord.from_body(entry.author, entry.body)
+            except MalformedFrameError as error:
+                event = ExpertRecordIgnored(grid=name, peer=str(entry.author), reason=error.message)
+                self._endpoint.runtime.emit(event)
+                continue
+            known[entry.author, entry.subkey] = _Known(record, entry.record_version, now_s + entry.ttl_s)
+        return known
+
+    def _rebuild(self) -> None:
+        replicas: dict[str, tuple[Replica, ...]] = {}
+        for name in self._grids:
+            holders: dict[str, dict[PeerId, HostRecord]] = {}
+            for host in merge_records(k.record for k in self._known[name].values()):
+                for uid in host.experts:
+                    if uid in self._index[name]:
+                        holders.setdefault(uid, {})[host.peer_id] = host
+            for uid, by_id in holders.items():
+                ordered = [by_id[p] for p in rendezvous_order(uid, by_id)] if len(by_id) > 1 else list(by_id.values())
+                ordered.sort(key=lambda host: host.leaving)
+                replicas[uid] = tuple(
+                    Replica(Contact(h.peer_id, h.addresses), h.experts[uid], h.queue_s) for h in ordered
+                )
+        self._replicas = replicas
+        self._live_changed()
+
+    async def _keep_fresh(self) -> None:
+        runtime, refresh_s = self._endpoint.runtime, self._config.directory_refresh_s
+        while True:
+            await asyncio.sleep(refresh_s * runtime.rng.uniform(0.8, 1.2))
+            await self.refresh()
+            await self._probe_due()
+
+    async def _probe_due(self) -> None:
+        """Half-open: one small call to each avoided peer whose pause is over."""
+        due = self._breaker.take_due(self._endpoint.runtime.clock.time())
+        if not due:
+            return
+        contacts = {r.contact.peer_id: r.contact for held in self._replicas.values() for r in held}
+        for peer_id in due:
+            if peer_id in contacts:
+                self._endpoint.runtime.spawn(self._probe_one(contacts[peer_id]), "expert-probe")
+            else:
+                self._breaker.forget(peer_id)
+
+    async def _probe_one(self, contact: Contact) -> None:
+        try:
+            await self._probe(contact)
+        except SwarmError as error:
+            if error.remote is None:
+                self.mark_failed(contact.peer_id, f"A trial call failed: {error.message}")
+                return
+        self.mark_answered(contact.peer_id)
+
+    # Waiting
+
+    async def wait_for(
+        self, grid: str, uids: Sequence[str] | None = None, min_fraction: float = 1.0, timeout_s: float = 300.0
+    ) -> None:
+        """Wait until enough experts of a grid can be called.
+
+        Args:
+            grid: The grid's name.
+            uids: Which experts; all of the grid by default.
+            min_fraction: How many of them, between 0 and 1.
+            timeout_s: Patience.
+
+        Raises:
+            UnknownExpertError: The run has no such grid or expert.
+            ExpertsNotReadyError: Too few were ready in time; names those that are missing.
+        """
+        wanted = list(self.grid(grid).uids() if uids is None else uids)
+        for uid in wanted:
+            self.grid_of(uid)
+        clock = self._endpoint.runtime.clock
+        end_s = clock.time() + timeout_s
+        while True:
+            live = dict.fromkeys(self.live_uids(grid))
+            missing = [uid for uid in wanted if uid not in live]
+            if len(wanted) - len(missing) >= min_fraction * len(wanted) - 1e-9:
+                return
+            left_s = end_s - clock.time()
+            if left_s <= 0:
+                named = ", ".join(missing[:NAMED_UIDS]) + (", …" if len(missing) > NAMED_UIDS else "")
+                raise ExpertsNotReadyError(
+                    f"After {timeout_s:g} s {len(wanted) - len(missing)} of {len(wanted)} experts of {grid!r} are "
+                    f"online; missing: {named}.",
+                    fix="Start more hosts (`swarm join`), or ask for a smaller min_fraction.",
+                )
+            await asyncio.sleep(min(left_s, self._config.directory_refresh_s, 0.25))
+            await self.refresh()
