@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ SIGNATURE_DOMAIN = "record"
 
 EntryId = tuple[PeerId, str]
 """(author, subkey): an entry's place under its key."""
+PlaceId = tuple[str, PeerId, str]
+"""(key, author, subkey): an entry's place in the run."""
 
 
 class Refusal(IntEnum):
@@ -96,13 +99,19 @@ class Record:
         return (self.author_id, self.subkey)
 
     @property
+    def place_id(self) -> PlaceId:
+        return (self.key, self.author_id, self.subkey)
+
+    @property
     def rank(self) -> tuple[int, bytes]:
-        """The larger rank wins. The signature decides between two statements of one version (an author that lost its memory)."""
+        """The larger wins. The signature decides between two statements of one version (an author lost its memory)."""
         return (self.record_version, self.signature)
 
     def payload(self, run_id: bytes) -> bytes:
         """The bytes that are signed."""
-        return _payload(run_id, self.author, self.key, self.subkey, self.body, self.record_version, self.ttl_ms, self.deleted)
+        return _payload(
+            run_id, self.author, self.key, self.subkey, self.body, self.record_version, self.ttl_ms, self.deleted
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,9 @@ def encode_body(body: Any) -> bytes:
     try:
         return bytes(msgpack.packb(body))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise refused(Refusal.MALFORMED, f"The body cannot be written as msgpack: {error}.", "Use plain values.") from error
+        raise refused(
+            Refusal.MALFORMED, f"The body cannot be written as msgpack: {error}.", "Use plain values."
+        ) from error
 
 
 def decode_body(body: bytes) -> Any:
@@ -165,15 +176,22 @@ def _no_extension(code: int, data: bytes) -> Any:
 def check_ttl_ms(ttl_s: float) -> int:
     """A lifetime as it is signed. Raises `RecordRefusedError`."""
     if not 0.001 <= ttl_s <= MAX_TTL_S:
-        raise refused(Refusal.MALFORMED, f"A lifetime of {ttl_s} s cannot be used.", f"Take 0.001 s to {MAX_TTL_S:.0f} s.")
+        raise refused(
+            Refusal.MALFORMED, f"A lifetime of {ttl_s} s cannot be used.", f"Take 0.001 s to {MAX_TTL_S:.0f} s."
+        )
     return int(ttl_s * 1000)
+
+
+def check_names(key: str, subkey: str = "") -> None:
+    """Key and subkey are of acceptable length. Raises `RecordRefusedError`."""
+    if not key or len(key.encode()) > MAX_NAME_BYTES or len(subkey.encode()) > MAX_NAME_BYTES:
+        raise refused(Refusal.TOO_LARGE, f"Keys and subkeys have at most {MAX_NAME_BYTES} bytes, keys at least one.")
 
 
 def _check_fields(record: Record, max_body_bytes: int) -> None:
     if len(record.author) != PUBLIC_KEY_BYTES or len(record.signature) != SIGNATURE_BYTES:
         raise refused(Refusal.MALFORMED, "A record's author key or signature has the wrong length.")
-    if not record.key or len(record.key.encode()) > MAX_NAME_BYTES or len(record.subkey.encode()) > MAX_NAME_BYTES:
-        raise refused(Refusal.TOO_LARGE, f"Keys and subkeys have at most {MAX_NAME_BYTES} bytes, keys at least one.")
+    check_names(record.key, record.subkey)
     if len(record.body) > max_body_bytes:
         raise refused(
             Refusal.TOO_LARGE,
@@ -203,8 +221,8 @@ def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
     record = copy.record
     remaining_ms = max(0, min(record.ttl_ms, int(copy.remaining_s(now_s) * 1000)))
     return pb.DhtRecord(
-        author=record.author, key=record.key, subkey=record.subkey, body=record.body, record_version=record.record_version,
-        ttl_ms=record.ttl_ms, deleted=record.deleted, signature=record.signature, remaining_ms=remaining_ms,
+        author=record.author, key=record.key, subkey=record.subkey, body=record.body,
+        record_version=record.record_version, ttl_ms=record.ttl_ms, deleted=record.deleted, signature=record.signature, remaining_ms=remaining_ms,
     )  # fmt: skip
 
 
@@ -219,7 +237,8 @@ class Checker:
     def __init__(self, run_id: bytes, max_body_bytes: int) -> None:
         self._run_id = run_id
         self._max_body_bytes = max_body_bytes
-        self._verified: OrderedDict[bytes, None] = OrderedDict()
+        self._verified: OrderedDict[bytes, bytes] = OrderedDict()
+        self._lock = threading.Lock()
 
     def check(self, message: pb.DhtRecord, now_s: float, key: str | None = None) -> Copy:
         """The copy that a message carries.
@@ -243,14 +262,14 @@ class Checker:
         self._verify(record)
         return Copy(record, now_s + min(message.remaining_ms, record.ttl_ms) / 1000)
 
-    def needs_work(self, messages: Iterable[pb.DhtRecord]) -> bool:
-        """Whether checking these takes long enough to be done off the loop (about 0.1 ms for every new signature)."""
-        return sum(1 for _ in messages) > 2
+    def knows(self, message: pb.DhtRecord) -> bool:
+        """Whether this signature has been verified before, so that the check is cheap. A hint; `check` decides."""
+        return message.signature in self._verified
 
     def _verify(self, record: Record) -> None:
         payload = record.payload(self._run_id)
-        digest = hashlib.sha256(record.signature + payload).digest()
-        if digest in self._verified:
+        digest = hashlib.sha256(payload).digest()
+        if self._verified.get(record.signature) == digest:
             return
         try:
             verify(record.author, SIGNATURE_DOMAIN, payload, record.signature)
@@ -258,14 +277,19 @@ class Checker:
             raise refused(Refusal.BAD_SIGNATURE, "The record is not signed by its author for this run.") from error
         if not record.deleted:
             decode_body(record.body)
-        self._verified[digest] = None
-        while len(self._verified) > VERIFIED_KEPT:
-            self._verified.popitem(last=False)
+        with self._lock:
+            self._verified[record.signature] = digest
+            while len(self._verified) > VERIFIED_KEPT:
+                self._verified.popitem(last=False)
 
 
 def to_entry(copy: Copy, now_s: float) -> Entry:
     """What a reader gets for a checked copy."""
     record = copy.record
     return Entry(
-        record.author_id, record.subkey, decode_body(record.body), record.record_version, max(0.0, copy.remaining_s(now_s))
+        record.author_id,
+        record.subkey,
+        decode_body(record.body),
+        record.record_version,
+        max(0.0, copy.remaining_s(now_s)),
     )

@@ -1,0 +1,345 @@
+"""The DHT's three calls, both sides: finding, storing and pinging, with every byte that arrives checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.config import DhtConfig
+from swarm.dht.events import ContactDropped, RecordRefused
+from swarm.dht.records import MAX_NAME_BYTES, Checker, Copy, Refusal, position_of, to_wire
+from swarm.dht.routing import ID_BYTES, AddressBook, PeerNode
+from swarm.dht.storage import Storage, cursor
+from swarm.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    MalformedFrameError,
+    NotAuthorizedError,
+    RateLimitedError,
+    RecordRefusedError,
+    RemoteFailureError,
+    SwarmError,
+)
+from swarm.identity import PeerId
+from swarm.net.transport import CallContext, Contact, Request, Response, Transport, UnaryMethod
+from swarm.pb import dht_pb2 as pb
+from swarm.roles import ALL_ROLES, Role
+from swarm.runtime import Runtime
+
+PING = UnaryMethod("/swarm.pb.Dht/Ping", pb.DhtPingRequest, pb.DhtPingResponse)
+FIND = UnaryMethod("/swarm.pb.Dht/Find", pb.DhtFindRequest, pb.DhtFindResponse)
+STORE = UnaryMethod("/swarm.pb.Dht/Store", pb.DhtStoreRequest, pb.DhtStoreResponse, roles=ALL_ROLES - {Role.MONITOR})
+
+MAX_TARGETS = 64
+"""Positions in one find request."""
+MAX_STORED = 256
+"""Records in one store request."""
+MAX_ADDRESSES = 8
+MAX_ADDRESS_CHARS = 256
+MAX_PAGES = 256
+"""Pages of one key that a reader takes from one holder."""
+INLINE_CHECKS = 3
+"""So many signatures are checked on the loop (0.1 ms each); more of them elsewhere."""
+
+_REFUSALS = {int(refusal): refusal for refusal in Refusal}
+_PASSING = (CallTimeoutError, ConnectionLostError, RemoteFailureError)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A peer's answer for one target: the nearest peers it knows, and what it holds under the key."""
+
+    nearest: list[PeerNode]
+    copies: list[Copy]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A peer's answer for one record."""
+
+    refusal: Refusal
+    record_version: int
+    nearest: list[PeerNode]
+
+
+class Protocol:
+    """Sends and answers the DHT's calls; tells the address book who answered and who did not.
+
+    Args:
+        transport: Where calls go out and come in.
+        config: Bounds and deadlines.
+        runtime: Clock and events.
+        book: Who is known.
+        storage: What is held.
+    """
+
+    def __init__(
+        self, transport: Transport, config: DhtConfig, runtime: Runtime, book: AddressBook, storage: Storage
+    ) -> None:
+        self._transport = transport
+        self._config = config
+        self._runtime = runtime
+        self._book = book
+        self._storage = storage
+        self._budget_bytes = transport.config.transport.max_control_bytes * 3 // 4
+        self._to_ping: dict[PeerId, PeerNode] = {}
+        self.checker = Checker(transport.run_id, config.max_body_bytes)
+        self.may_store = True
+        """False once a peer has said that our role must not store."""
+
+    def serve(self) -> None:
+        """Answer the DHT's calls from now on."""
+        self._transport.serve(PING, self._on_ping)
+        self._transport.serve(FIND, self._on_find)
+        self._transport.serve(STORE, self._on_store)
+
+    def take_pings(self) -> list[PeerNode]:
+        """Nodes of full buckets that new peers wait to replace; they should be pinged."""
+        nodes = list(self._to_ping.values())
+        self._to_ping.clear()
+        return nodes
+
+    # Calling
+
+    async def ping(self, node: PeerNode) -> bool:
+        """Whether the peer answers."""
+        try:
+            await self._call(node, PING, pb.DhtPingRequest(sender=self._transport.contact.addresses))
+        except SwarmError:
+            return False
+        return True
+
+    async def find(self, node: PeerNode, targets: Sequence[bytes | str], count: int) -> list[Found]:
+        """Ask a peer about positions (bytes) and keys (str).
+
+        Returns:
+            One answer for each target; records that do not pass are left out, counted and told as events.
+
+        Raises:
+            SwarmError: The call failed, or the answer is malformed.
+        """
+        answer = await self._find(node, [_target(target) for target in targets], count)
+        contacts = self._hints(answer.contacts)
+        result = []
+        for target, found in zip(targets, answer.found, strict=True):
+            copies = await self._copies(found.records, target, node) if isinstance(target, str) else []
+            if isinstance(target, str) and found.more:
+                copies += await self._rest(node, target, copies)
+            result.append(Found(_pick(contacts, found.nearest), copies))
+        return result
+
+    async def _rest(self, node: PeerNode, key: str, first: list[Copy]) -> list[Copy]:
+        """The further pages of a key that does not fit into one answer."""
+        rest: list[Copy] = []
+        after = cursor(first[-1]) if first else b""
+        for _ in range(MAX_PAGES):
+            answer = await self._find(node, [pb.DhtTarget(key=key, after=after)], 0)
+            page = await self._copies(answer.found[0].records, key, node)
+            rest += page
+            last = cursor(page[-1]) if page else b""
+            if not answer.found[0].more or last <= after:
+                break
+            after = last
+        return rest
+
+    async def _find(self, node: PeerNode, targets: list[pb.DhtTarget], count: int) -> pb.DhtFindResponse:
+        request = pb.DhtFindRequest(sender=self._transport.contact.addresses, targets=targets, count=count)
+        answer = await self._call(node, FIND, request)
+        if len(answer.found) != len(targets):
+            raise MalformedFrameError(f"A find answer has {len(answer.found)} parts for {len(targets)} targets.")
+        return answer
+
+    async def store(self, node: PeerNode, copies: Sequence[Copy], count: int = 0) -> list[Stored]:
+        """Give copies to a peer, in as many requests as their size needs.
+
+        Args:
+            count: How many contacts near each record's key are wanted.
+
+        Raises:
+            SwarmError: A call failed, or its answer is malformed.
+        """
+        result: list[Stored] = []
+        for batch in self._batches(copies):
+            now_s = self._runtime.clock.time()
+            records = [to_wire(copy, now_s) for copy in batch]
+            request = pb.DhtStoreRequest(sender=self._transport.contact.addresses, records=records, count=count)
+            answer = await self._call(node, STORE, request)
+            if len(answer.results) != len(batch):
+                raise MalformedFrameError(f"A store answer has {len(answer.results)} parts for {len(batch)} records.")
+            contacts = self._hints(answer.contacts)
+            for part in answer.results:
+                refusal = _REFUSALS.get(part.status, Refusal.MALFORMED)
+                if refusal is not Refusal.NONE:
+                    self._runtime.emit(RecordRefused(reason=refusal.reason, sender=str(node.contact.peer_id)))
+                result.append(Stored(refusal, part.record_version, _pick(contacts, part.nearest)))
+        return result
+
+    def _batches(self, copies: Sequence[Copy]) -> list[list[Copy]]:
+        batches: list[list[Copy]] = []
+        used = self._budget_bytes
+        for copy in copies:
+            if used + copy.wire_bytes > self._budget_bytes or len(batches[-1]) == MAX_STORED:
+                batches.append([])
+                used = 0
+            batches[-1].append(copy)
+            used += copy.wire_bytes
+        return batches
+
+    async def _call(self, node: PeerNode, method: UnaryMethod[Request, Response], request: Request) -> Response:
+        contact = node.contact
+        try:
+            answer = await self._transport.call(contact, method, request, timeout_s=self._config.call_timeout_s)
+        except RateLimitedError:
+            raise  # a sign of life, and no reason to forget a peer
+        except SwarmError as error:
+            if isinstance(error, NotAuthorizedError):
+                self.may_store = False
+            elif self._book.failed(contact, surely=not isinstance(error, _PASSING)):
+                self._runtime.emit(ContactDropped(peer=str(contact.peer_id), reason=str(error)))
+            raise
+        self._seen(contact)
+        return answer
+
+    # Answering
+
+    async def _on_ping(self, context: CallContext, request: pb.DhtPingRequest) -> pb.DhtPingResponse:
+        self._caller(context, request.sender)
+        return pb.DhtPingResponse()
+
+    async def _on_find(self, context: CallContext, request: pb.DhtFindRequest) -> pb.DhtFindResponse:
+        if len(request.targets) > MAX_TARGETS:
+            raise MalformedFrameError(f"More than {MAX_TARGETS} targets in one find request.")
+        self._caller(context, request.sender)
+        count = min(request.count, self._config.bucket_size)
+        contacts = _Contacts()
+        found = []
+        now_s = self._runtime.clock.time()
+        budget = self._budget_bytes
+        for target in request.targets:
+            position = _position(target)
+            near = self._book.table.nearest(int.from_bytes(position, "big"), count, context.peer_id.digest[:ID_BYTES])
+            part = pb.DhtFound(nearest=contacts.add(near))
+            if target.key:
+                if budget > 0:
+                    copies, part.more = self._storage.page(target.key, now_s, target.after, budget)
+                    part.records.extend(to_wire(copy, now_s) for copy in copies)
+                    budget -= sum(copy.wire_bytes for copy in copies)
+                else:
+                    part.more = bool(self._storage.entries(target.key, now_s))
+            found.append(part)
+        return pb.DhtFindResponse(contacts=contacts.messages, found=found)
+
+    async def _on_store(self, context: CallContext, request: pb.DhtStoreRequest) -> pb.DhtStoreResponse:
+        if len(request.records) > MAX_STORED:
+            raise MalformedFrameError(f"More than {MAX_STORED} records in one store request.")
+        self._caller(context, request.sender)
+        count = min(request.count, self._config.bucket_size)
+        contacts = _Contacts()
+        results = []
+        sender = str(context.peer_id)
+        for copy in await self._check(request.records, None):
+            result = pb.DhtStored()
+            try:
+                if isinstance(copy, RecordRefusedError):
+                    raise copy
+                self._storage.offer(copy, self._runtime.clock.time())
+            except RecordRefusedError as error:
+                result.status = Refusal[error.reason.upper()]
+                result.record_version = error.record_version
+                self._runtime.emit(RecordRefused(reason=error.reason, sender=sender))
+            if count and isinstance(copy, Copy):
+                position = int.from_bytes(position_of(copy.record.key), "big")
+                result.nearest.extend(
+                    contacts.add(self._book.table.nearest(position, count, context.peer_id.digest[:ID_BYTES]))
+                )
+            results.append(result)
+        return pb.DhtStoreResponse(contacts=contacts.messages, results=results)
+
+    # Checking
+
+    async def _copies(self, messages: Sequence[pb.DhtRecord], key: str, node: PeerNode) -> list[Copy]:
+        good = []
+        for copy in await self._check(messages, key):
+            if isinstance(copy, Copy):
+                good.append(copy)
+            else:
+                self._runtime.emit(RecordRefused(reason=copy.reason, sender=str(node.contact.peer_id)))
+        return good
+
+    async def _check(self, messages: Sequence[pb.DhtRecord], key: str | None) -> list[Copy | RecordRefusedError]:
+        now_s = self._runtime.clock.time()
+
+        def check_all() -> list[Copy | RecordRefusedError]:
+            result: list[Copy | RecordRefusedError] = []
+            for message in messages:
+                try:
+                    result.append(self.checker.check(message, now_s, key))
+                except RecordRefusedError as error:
+                    result.append(error)
+            return result
+
+        if sum(not self.checker.knows(message) for message in messages) <= INLINE_CHECKS:
+            return check_all()
+        return await self._runtime.offload(check_all)
+
+    def _hints(self, messages: Sequence[pb.DhtContact]) -> list[PeerNode | None]:
+        """Candidates for contacts in an answer, none for those that are malformed or failed lately."""
+        result: list[PeerNode | None] = []
+        for message in messages:
+            contact = _contact(message.peer_id, message.addresses)
+            hints = [] if contact is None else self._book.hints([contact])
+            result.append(hints[0] if hints else None)
+        return result
+
+    def _caller(self, context: CallContext, addresses: Sequence[str]) -> None:
+        contact = _contact(context.peer_id.digest, addresses)
+        if contact is None:
+            raise MalformedFrameError(
+                f"A caller has at most {MAX_ADDRESSES} addresses of {MAX_ADDRESS_CHARS} characters."
+            )
+        self._seen(contact)
+
+    def _seen(self, contact: Contact) -> None:
+        head = self._book.seen(contact)
+        if head is not None:
+            self._to_ping[head.contact.peer_id] = head
+
+
+class _Contacts:
+    """The contact table of an answer: each contact travels once."""
+
+    def __init__(self) -> None:
+        self.messages: list[pb.DhtContact] = []
+        self._index: dict[bytes, int] = {}
+
+    def add(self, nodes: Sequence[PeerNode]) -> list[int]:
+        indices = []
+        for node in nodes:
+            index = self._index.setdefault(node.id, len(self.messages))
+            if index == len(self.messages):
+                contact = node.contact
+                self.messages.append(pb.DhtContact(peer_id=contact.peer_id.digest, addresses=contact.addresses))
+            indices.append(index)
+        return indices
+
+
+def _contact(peer_id: bytes, addresses: Sequence[str]) -> Contact | None:
+    if len(peer_id) != 32 or len(addresses) > MAX_ADDRESSES or any(len(a) > MAX_ADDRESS_CHARS for a in addresses):
+        return None
+    return Contact(PeerId(peer_id), tuple(addresses))
+
+
+def _target(target: bytes | str) -> pb.DhtTarget:
+    return pb.DhtTarget(key=target) if isinstance(target, str) else pb.DhtTarget(position=target)
+
+
+def _position(target: pb.DhtTarget) -> bytes:
+    if target.key and not target.position and len(target.key.encode()) <= MAX_NAME_BYTES:
+        return position_of(target.key)
+    if len(target.position) != ID_BYTES or target.key:
+        raise MalformedFrameError("A target is either a key or a position of 20 bytes.")
+    return bytes(target.position)
+
+
+def _pick(contacts: list[PeerNode | None], indices: Sequence[int]) -> list[PeerNode]:
+    return [node for i in indices if i < len(contacts) and (node := contacts[i]) is not None]

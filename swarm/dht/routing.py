@@ -1,0 +1,268 @@
+"""Who is where: the routing table of the `kademlia` package, with its faults mended, and the peers lost lately.
+
+What kademlia 2.2.3 gets wrong and these subclasses put right: `find_neighbors` returns the first k nodes of a bucket
+walk, not the k nearest; the root bucket reaches to 2**160, one past the last id, so that no bucket is an aligned subtree;
+clocks are `time.monotonic`; a full bucket pings its head in a task that nobody awaits; a node may be in a bucket and in
+its replacement cache at once; nothing bounds how many nodes of one subnet a bucket takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from kademlia.node import Node
+from kademlia.routing import KBucket, RoutingTable
+
+from swarm.identity import PeerId
+from swarm.net.transport import Contact
+
+ID_BITS = 160
+ID_BYTES = ID_BITS // 8
+MAX_PER_SUBNET = 4
+"""Peers with public addresses in one /24 (IPv4) or /64 (IPv6) that a bucket takes."""
+LOST_KEPT = 256
+"""Peers remembered after they left the table."""
+STRIKES = 2
+"""Ambiguous failures in a row after which a peer leaves the table."""
+
+
+class PeerNode(Node):  # type: ignore[misc]
+    """A peer in the table or in a lookup.
+
+    Attributes:
+        contact: How to reach it.
+        seen_s: Local time of the last sign of life; 0 for a hint.
+        strikes: Ambiguous failures since then.
+    """
+
+    id: bytes
+    long_id: int
+
+    def __init__(self, contact: Contact, seen_s: float = 0.0) -> None:
+        super().__init__(contact.peer_id.digest[:ID_BYTES])
+        self.contact = contact
+        self.seen_s = seen_s
+        self.strikes = 0
+
+    @property
+    def subnet(self) -> str | None:
+        """What the subnet cap counts by; none for addresses that are not public."""
+        return _subnet(self.contact.addresses[0]) if self.contact.addresses else None
+
+
+@lru_cache(maxsize=4096)
+def _subnet(address: str) -> str | None:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if not ip.is_global:
+        return None
+    return str(ipaddress.ip_network(f"{ip}/{24 if ip.version == 4 else 64}", strict=False))
+
+
+class Bucket(KBucket):  # type: ignore[misc]
+    """A subtree of the id space: `range` is inclusive and aligned to a power of two."""
+
+    nodes: OrderedDict[bytes, PeerNode]
+    replacement_nodes: OrderedDict[bytes, PeerNode]
+    range: tuple[int, int]
+    ksize: int
+
+    def __init__(self, lower: int, upper: int, ksize: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.last_updated = 0.0
+        super().__init__(lower, upper, ksize)
+
+    def touch_last_updated(self) -> None:
+        self.last_updated = self._clock()
+
+    def split(self) -> tuple[Bucket, Bucket]:
+        middle = (self.range[0] + self.range[1]) // 2
+        one = Bucket(self.range[0], middle, self.ksize, self._clock)
+        two = Bucket(middle + 1, self.range[1], self.ksize, self._clock)
+        for node in [*self.nodes.values(), *self.replacement_nodes.values()]:
+            (one if node.long_id <= middle else two).add_node(node)
+        one.last_updated = two.last_updated = self.last_updated
+        return one, two
+
+    def add_node(self, node: PeerNode) -> bool:
+        if not super().add_node(node):
+            return False
+        self.replacement_nodes.pop(node.id, None)
+        return True
+
+    def depth(self) -> int:
+        """Bits that all nodes here share."""
+        ids = [node.long_id for node in self.nodes.values()]
+        return ID_BITS - max((ids[0] ^ other for other in ids), default=0).bit_length() if ids else ID_BITS
+
+    def crowded(self, node: PeerNode) -> bool:
+        """Whether the node's subnet has all the places here that it may have."""
+        subnet = node.subnet
+        if subnet is None or node.id in self.nodes:
+            return False
+        return sum(other.subnet == subnet for other in self.nodes.values()) >= MAX_PER_SUBNET
+
+    def least(self, target: int) -> int:
+        """The smallest distance that an id of this range can have to the target."""
+        width = (self.range[1] - self.range[0]).bit_length()
+        return ((self.range[0] ^ target) >> width) << width
+
+
+class Table(RoutingTable):  # type: ignore[misc]
+    """Peers that have proved who they are, `ksize` a bucket.
+
+    Args:
+        me: Our own node, which is never in the table.
+        ksize: Peers a bucket holds.
+        clock: Seconds, monotonic.
+    """
+
+    buckets: list[Bucket]
+
+    def __init__(self, me: PeerNode, ksize: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        super().__init__(None, ksize, me)
+
+    def flush(self) -> None:
+        self.buckets = [Bucket(0, 2**ID_BITS - 1, self.ksize, self._clock)]
+
+    def get_bucket_for(self, node: Node) -> int:
+        return self._index(node.long_id)
+
+    def _index(self, position: int) -> int:
+        low, high = 0, len(self.buckets) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if position <= self.buckets[middle].range[1]:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def get(self, peer_id: PeerId) -> PeerNode | None:
+        node: PeerNode | None = self.buckets[self._index(peer_id.node_id)].nodes.get(peer_id.digest[:ID_BYTES])
+        return node
+
+    def has(self, node_id: bytes) -> bool:
+        """Whether a node of this id is in the table."""
+        return node_id in self.buckets[self._index(int.from_bytes(node_id, "big"))].nodes
+
+    def add_contact(self, node: PeerNode) -> PeerNode | None:
+        """Add a node, or mark it as the most recently seen.
+
+        Returns:
+            A node of the same bucket that should be pinged: the bucket is full, and the new one waits for a place.
+        """
+        while True:
+            bucket = self.buckets[self.get_bucket_for(node)]
+            if node.id == self.node.id or bucket.crowded(node):
+                return None
+            if bucket.add_node(node):
+                return None
+            if not (bucket.has_in_range(self.node) or bucket.depth() % 5 != 0):
+                head: PeerNode = bucket.head()
+                return head
+            self.split_bucket(self.get_bucket_for(node))
+
+    def lonely_buckets(self, age_s: float = 3600.0) -> list[Bucket]:
+        """Buckets in which nothing was looked up for this long."""
+        before = self._clock() - age_s
+        return [bucket for bucket in self.buckets if bucket.last_updated < before]
+
+    def find_neighbors(self, node: Node, k: int | None = None, exclude: Node | None = None) -> list[PeerNode]:
+        return self.nearest(node.long_id, k or self.ksize, None if exclude is None else exclude.id)
+
+    def nearest(self, target: int, k: int, exclude: bytes | None = None) -> list[PeerNode]:
+        """Exactly the k nearest known nodes, nearest first.
+
+        Buckets are disjoint subtrees, so that every node of one is nearer than every node of the next.
+        """
+        found: list[PeerNode] = []
+        for bucket in sorted(self.buckets, key=lambda b: b.least(target)):
+            nodes = [n for n in bucket.nodes.values() if n.id != exclude]
+            found += heapq.nsmallest(k - len(found), nodes, key=lambda n: n.long_id ^ target)
+            if len(found) >= k:
+                break
+        return found
+
+    def complete_at(self, target: int) -> bool:
+        """Whether all peers near the target are known: its bucket has never overflowed."""
+        bucket = self.buckets[self._index(target)]
+        return len(bucket.nodes) < self.ksize and not bucket.replacement_nodes
+
+    def touch(self, target: int) -> None:
+        """Say that something near the target is being looked up."""
+        self.buckets[self._index(target)].touch_last_updated()
+
+    def all_nodes(self) -> list[PeerNode]:
+        return [node for bucket in self.buckets for node in bucket.nodes.values()]
+
+
+class AddressBook:
+    """The table and the peers that left it, changed only by what happened. No I/O.
+
+    Args:
+        me: Our own contact.
+        bucket_size: Peers a bucket holds.
+        forgive_s: How long a peer that failed is left out of lookups.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, me: Contact, bucket_size: int, forgive_s: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._forgive_s = forgive_s
+        self.me = PeerNode(me)
+        self.table = Table(self.me, bucket_size, clock)
+        self.lost: OrderedDict[PeerId, tuple[Contact, float]] = OrderedDict()
+
+    def seen(self, contact: Contact) -> PeerNode | None:
+        """A peer proved its identity to us: it called, or answered.
+
+        Returns:
+            A node to ping, see `Table.add_contact`.
+        """
+        if contact.peer_id == self.me.contact.peer_id or not contact.addresses:
+            return None
+        node = self.table.get(contact.peer_id) or PeerNode(contact)
+        node.contact = contact
+        node.seen_s = self._clock()
+        node.strikes = 0
+        self.lost.pop(contact.peer_id, None)
+        return self.table.add_contact(node)
+
+    def failed(self, contact: Contact, *, surely: bool) -> bool:
+        """A call to the peer failed.
+
+        Args:
+            surely: It cannot be reached, or is not of this run; else the failure may be a passing one.
+
+        Returns:
+            Whether it left the table.
+        """
+        node = self.table.get(contact.peer_id)
+        if node is not None:
+            node.strikes += 1
+            if not surely and node.strikes < STRIKES:
+                return False
+            self.table.remove_contact(node)
+        self.lost[contact.peer_id] = (contact, self._clock())
+        self.lost.move_to_end(contact.peer_id)
+        while len(self.lost) > LOST_KEPT:
+            self.lost.popitem(last=False)
+        return node is not None
+
+    def may_try(self, peer_id: PeerId) -> bool:
+        """False for a peer that failed a moment ago, and for ourselves."""
+        lost = self.lost.get(peer_id)
+        return peer_id != self.me.contact.peer_id and (lost is None or self._clock() - lost[1] > self._forgive_s)
+
+    def hints(self, contacts: Sequence[Contact]) -> list[PeerNode]:
+        """Contacts that somebody told us, as lookup candidates. They enter the table only when they answer."""
+        return [self.table.get(c.peer_id) or PeerNode(c) for c in contacts if c.addresses and self.may_try(c.peer_id)]

@@ -1,0 +1,138 @@
+"""What keeps the table alive: liveness checks, hand-over of records to new neighbours, bucket refresh, rejoining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from swarm.dht.crawl import Lookup
+from swarm.dht.events import Rejoined
+from swarm.dht.operations import Operations
+from swarm.dht.records import Copy, position_of
+from swarm.dht.routing import Bucket, PeerNode
+from swarm.identity import PeerId
+from swarm.net.transport import Contact
+
+PINGS = 16
+"""Peers checked in one round of upkeep."""
+REFRESHES = 2
+"""Buckets refreshed in one round."""
+REFRESH_ROUNDS = 10
+"""Rounds after which a bucket in which nothing was looked up is refreshed."""
+PUSHERS = 2
+"""So many of a record's nearest holders hand it to a new neighbour (one could be frozen)."""
+
+
+class Upkeep:
+    """Periodic work of one peer. Its rounds are spread out at random."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._do = operations
+        self._book = operations.book
+        self._holders: dict[str, tuple[bytes, ...]] = {}
+        self._seeds: dict[PeerId, Contact] = {}
+
+    def remember(self, contacts: Sequence[Contact]) -> None:
+        """Peers to return to when everybody else is lost."""
+        self._seeds.update({contact.peer_id: contact for contact in contacts})
+
+    async def run(self) -> None:
+        """Rounds until cancelled."""
+        interval_s = self._do.config.maintenance_s
+        while True:
+            await asyncio.sleep(interval_s * self._do.runtime.rng.uniform(0.75, 1.25))
+            await self.round()
+
+    async def round(self) -> None:
+        """One round."""
+        self._do.storage.expire(self._do.runtime.clock.time())
+        await self._check_neighbours()
+        await self._hand_over()
+        age_s = REFRESH_ROUNDS * self._do.config.maintenance_s
+        await self.refresh(self._book.table.lonely_buckets(age_s)[:REFRESHES])
+        await self._rejoin()
+
+    async def _check_neighbours(self) -> None:
+        """Ping those that share records with us and the heads of buckets, if they have been silent for a round."""
+        silent_since_s = self._do.runtime.clock.time() - self._do.config.maintenance_s
+        nodes = {node.id: node for node in self._do.protocol.take_pings()}
+        for key in self._do.storage.held_keys():
+            nodes.update({node.id: node for node in self._nearest(key) if node is not self._book.me})
+        for bucket in self._book.table.buckets:
+            if bucket.nodes:
+                nodes.setdefault(bucket.head().id, bucket.head())
+        silent = sorted((n for n in nodes.values() if n.seen_s <= silent_since_s), key=lambda n: n.seen_s)[:PINGS]
+        await asyncio.gather(*(self._do.protocol.ping(node) for node in silent))
+
+    def _nearest(self, key: str) -> list[PeerNode]:
+        """The `replication` nearest known peers of a key, ourselves included."""
+        target = int.from_bytes(position_of(key), "big")
+        count = self._do.config.replication
+        nodes = [*self._book.table.nearest(target, count), self._book.me]
+        return sorted(nodes, key=lambda n: n.long_id ^ target)[:count]
+
+    async def _hand_over(self) -> None:
+        """Give our records to peers that became one of a key's nearest since the last round."""
+        now_s = self._do.runtime.clock.time()
+        table, me = self._book.table, self._book.me
+        gifts: dict[bytes, tuple[PeerNode, list[Copy]]] = {}
+        holders: dict[str, tuple[bytes, ...]] = {}
+        for key in self._do.storage.held_keys():
+            nearest = self._nearest(key)
+            ids = tuple(node.id for node in nearest)
+            before = self._holders.get(key, ids)
+            alive = [i for i in before if i == me.id or table.has(i)]
+            holders[key] = ids
+            if me.id in before and me.id not in alive[:PUSHERS]:
+                continue
+            for node in nearest:
+                if node.id not in before and node is not me:
+                    gifts.setdefault(node.id, (node, []))[1].extend(self._do.storage.entries(key, now_s))
+        self._holders = holders
+        if self._do.protocol.may_store:
+            for node, copies in gifts.values():
+                await self._do.give(node, copies)
+
+    async def refresh(self, buckets: Sequence[Bucket]) -> None:
+        """Look up a random position of each bucket."""
+        rng, parallelism = self._do.runtime.rng, self._do.config.parallelism
+        targets = [rng.randint(*bucket.range) for bucket in buckets]
+        lookups = [Lookup(target, parallelism, self._do.seeds(target)) for target in targets]
+        if lookups:
+            await self._do.lookup(lookups)
+
+    async def refresh_all(self) -> None:
+        """Refresh every bucket but our own (after joining)."""
+        own = self._book.me.long_id
+        await self.refresh([b for b in self._book.table.buckets if not b.range[0] <= own <= b.range[1]])
+
+    async def _rejoin(self) -> None:
+        """Try a remembered peer that is not in the table: all of them when the table is empty, else one."""
+        table = self._book.table
+        remembered = {**{c.peer_id: c for c, _ in self._book.lost.values()}, **self._seeds}
+        missing = [
+            c
+            for c in remembered.values()
+            if c.peer_id != self._book.me.contact.peer_id and table.get(c.peer_id) is None
+        ]
+        if not missing:
+            return
+        lonely = not table.all_nodes()
+        chosen = missing if lonely else [self._do.runtime.rng.choice(missing)]
+        answers = await asyncio.gather(*(self._do.protocol.ping(PeerNode(contact)) for contact in chosen[:PINGS]))
+        if any(answers):
+            await self.join()
+            if lonely:
+                self._do.runtime.emit(Rejoined(peers=len(table.all_nodes()), reason="every known peer had been lost"))
+
+    async def join(self, contacts: Sequence[Contact] = (), reasons: dict[str, str] | None = None) -> None:
+        """Find our neighbours, who thereby learn of us.
+
+        Args:
+            contacts: Peers to start from, besides those in the table.
+            reasons: Takes, for each address that failed, why.
+        """
+        own, config = self._book.me.long_id, self._do.config
+        seeds = [PeerNode(contact) for contact in contacts if contact.peer_id != self._book.me.contact.peer_id]
+        lookup = Lookup(own, config.bucket_size, [*seeds, *self._do.seeds(own)])
+        await self._do.lookup([lookup], max(config.parallelism, len(seeds)), reasons)
