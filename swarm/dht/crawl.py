@@ -3,8 +3,8 @@
 A lookup asks the nearest known peers of a position, learns nearer ones from their answers, and is done when the `width`
 nearest that are alive have answered (Kademlia, Maymounkov and Mazieres 2002), with two changes: it keeps `parallelism`
 requests in flight at all times instead of waiting for the slowest of a batch, and a peer that takes long is no longer
-counted among the nearest, while its answer is still welcome. A crawl runs several lookups at once and asks one peer about
-all positions that it is near to in one request.
+counted among the nearest, while its answer is still welcome. A crawl runs several lookups at once and asks one peer
+about all positions that it is near to in one request.
 """
 
 from __future__ import annotations

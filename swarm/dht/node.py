@@ -111,8 +111,8 @@ class Dht:
             body: Plain values (None, bool, int, float, str, bytes, list, dict), at most `max_body_bytes` as msgpack.
             subkey: At most 256 bytes.
             ttl_s: Lifetime, 1 ms to 30 days.
-            renew: Publish it again after `republish_fraction` of its lifetime, until it is deleted or we close. Without,
-                it ends after `ttl_s` unless it is put again.
+            renew: Publish it again after `republish_fraction` of its lifetime, until it is deleted or we close.
+                Without, it ends after `ttl_s` unless it is put again.
 
         Returns:
             How many peers hold it, ourselves included where we are one of the nearest.

@@ -221,9 +221,16 @@ def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
     record = copy.record
     remaining_ms = max(0, min(record.ttl_ms, int(copy.remaining_s(now_s) * 1000)))
     return pb.DhtRecord(
-        author=record.author, key=record.key, subkey=record.subkey, body=record.body,
-        record_version=record.record_version, ttl_ms=record.ttl_ms, deleted=record.deleted, signature=record.signature, remaining_ms=remaining_ms,
-    )  # fmt: skip
+        author=record.author,
+        key=record.key,
+        subkey=record.subkey,
+        body=record.body,
+        record_version=record.record_version,
+        ttl_ms=record.ttl_ms,
+        deleted=record.deleted,
+        signature=record.signature,
+        remaining_ms=remaining_ms,
+    )
 
 
 class Checker:
