@@ -147,7 +147,7 @@ class PeerConfig(_Section):
     averaging: AveragingConfig = AveragingConfig()
 
     @classmethod
-    def preset(cls, name: PresetName, **overrides: Any) -> PeerConfig:
+    def preset(cls, name: PresetName, /, **overrides: Any) -> PeerConfig:
         """The settings for a run on one machine (`local`), one network (`lan`) or the internet (`wan`).
 
         Args:
