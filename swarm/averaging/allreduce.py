@@ -20,6 +20,7 @@ from swarm.identity import PeerId
 from swarm.tensors.codecs import Codec, tensor_bytes
 from swarm.tensors.codecs import codec as find_codec
 from swarm.tensors.memory import allocate
+from swarm.tensors.partition import split
 from swarm.tensors.schema import TensorMeta, is_finite
 
 NO_VALUES = b"\0"
@@ -46,6 +47,11 @@ class AllReduce:
         if not 2 <= self.min_group <= self.max_group <= 256:
             raise UsageError("An averaging group has 2 to 256 members.", fix="Use 2 <= min_group <= max_group <= 256.")
         find_codec(self.codec)
+
+
+def equal_parts(numel: int, members: int) -> list[int]:
+    """Elements that each of `members` reduces."""
+    return [len(part) for part in split(numel, [1.0] * members)]
 
 
 @dataclass(frozen=True, slots=True)

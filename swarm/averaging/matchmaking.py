@@ -320,7 +320,9 @@ class Matchmaker:
             case Begin(terms):
                 return self._begin(terms, now)
             case Hinted(peers):
-                self._hinted = {peer: None for peer in peers if peer != self.me.peer_id}
+                known, self._hinted = self._hinted, {peer: None for peer in peers if peer != self.me.peer_id}
+                if self._search is not None and any(peer not in known for peer in self._hinted):
+                    self._search.next_poll_at = now
                 return self._advance(now)
             case JoinAsked():
                 answer = self._asked(event, now)
@@ -500,6 +502,12 @@ class Matchmaker:
             return []
         if self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and search.leader == peer:
             return self._look_again(search, redirect, now, "the leader dissolved the group")
+        if self.phase is Phase.LOOKING and search.asking == peer:
+            # The release overtook the accept that it takes back.
+            search.asking = None
+            if redirect is not None:
+                self._prefer(search, redirect)
+            return self._advance(now)
         if peer in search.followers:
             if self.phase is Phase.SEALING and search.seal is not None:
                 return self._seal_answered(peer, search.seal.nonce, False, "it left", now)

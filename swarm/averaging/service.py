@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from swarm.averaging.allreduce import equal_parts
 from swarm.averaging.exchange import EXCHANGE, Exchange
 from swarm.averaging.gossip import Gossip, Strategy
 from swarm.averaging.matchmaking import (
@@ -47,7 +48,6 @@ from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, CallContext, Contact, UnaryMethod
 from swarm.pb import averaging_pb2 as pb
 from swarm.roles import Role
-from swarm.tensors.partition import split
 
 _ROLES = frozenset({Role.TRAINER, Role.HOST})
 JOIN = UnaryMethod("/swarm.pb.Averaging/Join", pb.JoinGroupRequest, pb.JoinGroupResponse, _ROLES)
@@ -67,11 +67,6 @@ class MatchmakingImpaired(Event):
 
     key: str
     reason: str
-
-
-def equal_parts(numel: int, members: int) -> list[int]:
-    """Elements that each of `members` reduces."""
-    return [len(part) for part in split(numel, [1.0] * members)]
 
 
 def _checked_id(raw: bytes) -> PeerId:
