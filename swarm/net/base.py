@@ -52,6 +52,7 @@ from swarm.runtime import Runtime
 
 M = TypeVar("M")
 
+SESSION_KEY = "swarm-session-bin"
 MAX_PENDING_HELLOS = 1024
 MAX_HELD_SESSIONS = 16384
 _HELLO_COST_CALLS = 4.0
@@ -91,6 +92,11 @@ class HeldSession:
     address: str
     token: bytes
     addresses: tuple[str, ...]
+    metadata: tuple[tuple[str, bytes], ...] = ()
+    """The token as gRPC metadata, built once."""
+
+    def __post_init__(self) -> None:
+        self.metadata = ((SESSION_KEY, self.token),)
 
 
 class HelloLine(Protocol):
@@ -159,6 +165,7 @@ class BaseTransport(Transport):
     def __init__(self, identity: KeyPair, authorizer: Authorizer, config: PeerConfig, runtime: Runtime) -> None:
         self.identity = identity
         self.authorizer = authorizer
+        self.run_id = authorizer.run_id
         self.config = config
         self.runtime = runtime
         self.deadlines = Deadlines(config.deadline)

@@ -34,6 +34,7 @@ class GrpcImportedEarly(RuntimeWarning):
 
 def disable_grpc_fork_handlers() -> None:
     """Switch gRPC's fork handlers off. Must run before grpc is imported; else warns `GrpcImportedEarly`."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # failures reach users as typed errors, not as lines on stderr
     if os.environ.get(_FORK_VARIABLE) == "0":
         return
     os.environ[_FORK_VARIABLE] = "0"
