@@ -10,12 +10,16 @@ import typer
 from swarm.cli.datadir import locked, swarm_home
 from swarm.cli.options import Announce, DataDir, Json, ListenHost, LogFile, Port, Profile, peer_config
 from swarm.cli.report import Reporter, reports_errors
+from swarm.cli.stopping import ABORTED_EXIT_CODE
 from swarm.errors import UsageError
 from swarm.roles import Role
 
 if TYPE_CHECKING:
+    from swarm.config import PeerConfig
     from swarm.run import Run
+    from swarm.runs.runfile import RunFile
 
+NEVER = "never"
 INVITED_ROLES = (Role.HOST, Role.TRAINER, Role.BOOTSTRAP, Role.MONITOR)
 
 
@@ -72,9 +76,8 @@ def command(
         raise UsageError(
             f"swarm create cannot play the role {others[0]}.", fix="Use `swarm join` with an invite for it."
         )
-    valid_for = None if expires == "never" else expires
-    if valid_for is not None:
-        parse_duration(valid_for)
+    if expires != NEVER:
+        parse_duration(expires)
     described = RunFile.load(run_file)
     folder = data_dir or swarm_home() / "owner" / described.name
     config = peer_config(
@@ -86,16 +89,32 @@ def command(
         announce=announce,
     )
     reporter = Reporter(as_json)
-    with locked(folder):
-        from swarm.cli.watching import event_stream, run_until_stopped
-        from swarm.experts.registry import import_modules
-        from swarm.run import create_run
+    try:
+        with locked(folder):
+            _run_first_peer(reporter, described, config, folder, [Role.BOOTSTRAP, *(role or ())], expires, log_file)
+    except KeyboardInterrupt:
+        reporter.close()
+        raise typer.Exit(ABORTED_EXIT_CODE) from None
 
-        import_modules(described.imports)
-        events = event_stream(reporter, described.name, log_file)
-        roles = [Role.BOOTSTRAP, *(role or ())]
+
+def _run_first_peer(
+    reporter: Reporter,
+    described: RunFile,
+    config: PeerConfig,
+    folder: Path,
+    roles: list[Role],
+    expires: str,
+    log_file: Path | None,
+) -> None:
+    from swarm.cli.watching import event_stream, run_until_stopped
+    from swarm.experts.registry import import_modules
+    from swarm.run import create_run
+
+    import_modules(described.imports)
+    with event_stream(reporter, described.name, log_file) as events:
         run = create_run(described.name, described.experts, roles=roles, config=config, data_dir=folder, events=events)
         try:
+            valid_for = None if expires == NEVER else expires
             invites = {r.value: run.invite(r, expires=valid_for) for r in INVITED_ROLES}
             _tell(reporter, run, folder, expires, invites)
             run_until_stopped(reporter, run.bootstrap, run.close)

@@ -32,6 +32,11 @@ def locked(folder: Path) -> Iterator[Path]:
     lock = folder / LOCK_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The data folder {folder} cannot be used: {error}", fix="Give another --data-dir."
+        ) from error
+    try:
         if (owner := _living_owner(lock)) is not None:
             raise ConfigError(
                 f"{folder} is used by another swarm process ({owner}).",

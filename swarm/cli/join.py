@@ -115,19 +115,20 @@ def _take_part(
     from swarm.run import join
 
     import_modules(imports)
-    peer = join(invite, role=role, config=config, events=event_stream(reporter, f"as {role.value}", log_file))
-    try:
-        reporter.say(
-            f"Joined {peer.manifest.name} as {peer.name}, reachable at {', '.join(peer.contact.addresses)}.",
-            "joined",
-            run=peer.manifest.name,
-            run_id=peer.run_id.hex(),
-            peer_id=str(peer.peer_id),
-            name=peer.name,
-            role=role.value,
-            addresses=list(peer.contact.addresses),
-        )
-        run_until_stopped(reporter, peer, peer.close)
-    finally:
-        reporter.close()
-        peer.close()
+    with event_stream(reporter, f"as {role.value}", log_file) as events:
+        peer = join(invite, role=role, config=config, events=events)
+        try:
+            reporter.say(
+                f"Joined {peer.manifest.name} as {peer.name}, reachable at {', '.join(peer.contact.addresses)}.",
+                "joined",
+                run=peer.manifest.name,
+                run_id=peer.run_id.hex(),
+                peer_id=str(peer.peer_id),
+                name=peer.name,
+                role=role.value,
+                addresses=list(peer.contact.addresses),
+            )
+            run_until_stopped(reporter, peer, peer.close)
+        finally:
+            reporter.close()
+            peer.close()

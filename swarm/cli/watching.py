@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 TICK_S = 0.5
 
 
-def event_stream(reporter: Reporter, run_name: str, log_file: Path | None) -> EventStream:
+@contextmanager
+def event_stream(reporter: Reporter, run_name: str, log_file: Path | None) -> Iterator[EventStream]:
     """The event stream of a command's peer: written to `log_file`, and its changes of state told to the user.
 
     Raises:
@@ -39,7 +41,10 @@ def event_stream(reporter: Reporter, run_name: str, log_file: Path | None) -> Ev
             reporter.say(f"{stamped.event.state}  {run_name}", "state", state=stamped.event.state)
 
     events.subscribe(tell)
-    return events
+    try:
+        yield events
+    finally:
+        events.close()
 
 
 def run_until_stopped(reporter: Reporter, peer: Peer, close: Callable[[], None]) -> None:

@@ -1,0 +1,52 @@
+"""Ctrl-C: the first asks, the second aborts, and the old handlers come back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from swarm.cli.stopping import ABORTED_EXIT_CODE, run_to_end, stopping
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_first_signal_asks_to_stop(name: str) -> None:
+    before = signal.getsignal(getattr(signal, name))
+    with stopping() as stop:
+        assert not stop.wait(0.0)
+        signal.raise_signal(getattr(signal, name))
+        assert stop.wait(5.0)
+        assert stop.asked
+    assert signal.getsignal(getattr(signal, name)) is before
+
+
+def test_a_second_signal_aborts_at_once() -> None:
+    script = """
+import signal, threading
+from swarm.cli.stopping import run_to_end, stopping
+with stopping() as stop:
+    signal.raise_signal(signal.SIGINT)
+    print("asked", stop.asked, flush=True)
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    run_to_end(threading.Event().wait)
+print("never")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == ABORTED_EXIT_CODE
+    assert done.stdout == "asked True\n"
+    assert "aborted" in done.stderr
+
+
+def test_closing_runs_elsewhere_and_its_failure_comes_back() -> None:
+    threads: list[str] = []
+    run_to_end(lambda: threads.append(threading.current_thread().name))
+    assert threads == ["swarm-leaving"]
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_to_end(fail)
