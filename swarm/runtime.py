@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from swarm.clock import Clock, SystemClock
 from swarm.events import Event, EventStream
@@ -40,6 +40,9 @@ class Runtime:
         rng: Randomness of protocol decisions (jitter, sampling). Keys, nonces and tokens never come from it.
         events: Where everything worth telling is emitted.
     """
+
+    virtual: ClassVar[bool] = False
+    """True in virtual time, where nothing may wait for a thread."""
 
     def __init__(self, clock: Clock | None = None, rng: random.Random | None = None, events: EventStream | None = None) -> None:
         self.clock: Clock = clock or SystemClock()

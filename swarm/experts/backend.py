@@ -98,6 +98,7 @@ class ExpertBackend:
     Attributes:
         weight_version: Optimizer steps applied since the initial weights, on whichever host.
         applied_requests: Requests whose gradients this replica has applied.
+        own_steps: Steps of this replica since it was created or last copied another.
 
     Raises:
         ConfigError, UnknownExpertClassError: The class is not installed, or does not accept the config.
@@ -113,6 +114,7 @@ class ExpertBackend:
         self.optimizer = build_optimizer(grid, self.parameters)
         self.weight_version = 0
         self.applied_requests = 0
+        self.own_steps = 0
         self._applied = AppliedIds()
 
     # ---- forward
@@ -299,6 +301,7 @@ class ExpertBackend:
             self.optimizer.zero_grad(set_to_none=True)
             # kept graphs must not outlive the weights, whatever happened
             self.weight_version += 1
+            self.own_steps += 1
         return None
 
 

@@ -1,9 +1,9 @@
 """Dynamic batching of expert work, and the one thread that computes it on a device.
 
-`Batcher` is a queue without I/O: work of one key (expert, direction, shapes) is taken together up to a token budget, the
-oldest key first; what was cancelled or has expired is dropped when its turn comes; a full queue refuses. It never waits
-for more work: a batch grows only while the device is busy. `DeviceWorker` runs it on a thread, `InlineWorker` on the
-event loop in virtual time.
+`Batcher` is a queue without I/O: work of one key (expert, direction, shapes) is taken together up to a token budget,
+the oldest key first; what was cancelled or has expired is dropped when its turn comes; a full queue refuses. It never
+waits for more work: a batch grows only while the device is busy. `DeviceWorker` runs it on a thread, `InlineWorker` on
+the event loop in virtual time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from swarm.clock import Clock
-from swarm.errors import ClosedError, HostBusyError
+from swarm.errors import ClosedError, ExpertFailedError, HostBusyError
 from swarm.runtime import Runtime
 
 T = TypeVar("T")
@@ -152,12 +152,22 @@ class Worker(Protocol):
         ...
 
     async def call(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on the device's thread, before any batch that waits. Raises what `fn` raises."""
+        """Run `fn` on the device's thread, between batches. Raises what `fn` raises, or `ClosedError`."""
         ...
 
     async def close(self) -> None:
         """Drop what waits and end the thread, after the batch that it computes. Idempotent."""
         ...
+
+
+def _computed(compute: Compute, batch: Sequence[Work]) -> Sequence[Any]:
+    """Results of a batch; a bug in the computation fails its requests, not the worker."""
+    try:
+        return compute(batch)
+    except Exception as error:  # noqa: BLE001 - becomes each request's typed failure
+        failure = ExpertFailedError(f"The batch failed: {type(error).__name__}: {str(error)[:300]}")
+        failure.__cause__ = error
+        return [failure] * len(batch)
 
 
 def _resolve(work: Work, result: Any) -> None:
@@ -203,6 +213,8 @@ class DeviceWorker:
 
         def run() -> None:
             try:
+                if self._closed:
+                    raise ClosedError("The host is closed.")  # noqa: TRY301 - same way out as any failure
                 result = fn()
             except BaseException as error:  # noqa: BLE001 - raised again where the caller awaits it
                 self._loop.call_soon_threadsafe(_set_exception, future, error)
@@ -215,17 +227,17 @@ class DeviceWorker:
     def _run(self) -> None:
         while True:
             run = self._wake.get()
-            if self._closed:
-                return
             if run is not None:
                 run()
                 continue
+            if self._closed:
+                break
             now_s = self._clock.time()
             with self._lock:
                 batch = self.batcher.pop(now_s)
             results: Sequence[Any] = ()
             if batch.work:
-                results = self._compute(batch.work)
+                results = _computed(self._compute, batch.work)
                 elapsed_s = self._clock.time() - now_s
                 with self._lock:
                     self.batcher.done(batch.work, elapsed_s)
@@ -233,6 +245,9 @@ class DeviceWorker:
                     work.compute_s = elapsed_s
             if batch.work or batch.expired:
                 self._loop.call_soon_threadsafe(_deliver, batch, results)
+        while not self._wake.empty():
+            if (run := self._wake.get()) is not None:
+                run()
 
     async def close(self) -> None:
         if self._closed:
@@ -276,7 +291,7 @@ class InlineWorker:
                 batch = self.batcher.pop(now_s)
                 results: Sequence[Any] = ()
                 if batch.work:
-                    results = await self._runtime.offload(self._compute, batch.work)
+                    results = await self._runtime.offload(_computed, self._compute, batch.work)
                     elapsed_s = self._runtime.clock.time() - now_s
                     self.batcher.done(batch.work, elapsed_s)
                     for work in batch.work:

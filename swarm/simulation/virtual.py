@@ -92,6 +92,8 @@ class VirtualRuntime(Runtime):
         offload_cost_s: Virtual time that offloaded work takes.
     """
 
+    virtual = True
+
     def __init__(self, loop: VirtualLoop, seed: int, name: str, offload_cost_s: float = 0.001) -> None:
         super().__init__(LoopClock(loop), random.Random(f"{seed}/{name}"))
         self._offload_cost_s = offload_cost_s

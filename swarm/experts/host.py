@@ -1,0 +1,436 @@
+"""A host of experts: takes its share of the manifest's experts, serves and trains them, keeps replicas alike.
+
+The parts: `placement` decides what to hold, `serving` answers calls, `batching` computes them on the device's thread,
+`replicas` copies states between hosts. This module connects them to the DHT and owns their lifetime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from swarm.dht.node import Put
+from swarm.endpoint import Endpoint
+from swarm.errors import ConfigError, DhtError, MalformedFrameError, SwarmError, UnknownExpertClassError
+from swarm.events import Event
+from swarm.experts.backend import ExpertBackend
+from swarm.experts.batching import Batcher, BatcherStats, DeviceWorker, InlineWorker, Worker
+from swarm.experts.placement import Drop, Placement, Take, donors_of
+from swarm.experts.records import HostRecord, merge_records, record_key
+from swarm.experts.registry import check_grid
+from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSynced
+from swarm.experts.serving import ExpertServer, ServingStats, compute
+from swarm.experts.spec import ExpertGrid, parse_uid
+from swarm.state.transfer import SnapshotStore
+
+_MEMORY_SHARE = 0.5
+_COPIES_PER_PARAMETER = 5
+"""Parameters, gradients, two moments, and a snapshot for other hosts."""
+_EXPERT_FLOOR_BYTES = 1 << 20
+_JITTER = 0.2
+_ANNOUNCEMENTS_PER_TTL = 3
+_MAX_EXPERTS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTaken(Event):
+    """The host holds an expert from now on: created with its initial weights (no donor), or copied from `donor`."""
+
+    uid: str
+    weight_version: int
+    donor: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNotTaken(Event):
+    """The host should hold an expert but could not get it; it tries again."""
+
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertDropped(Event):
+    """The host gave an expert up."""
+
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GridSkipped(Event):
+    """The host cannot hold the experts of a grid."""
+
+    grid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncementFailed(Event):
+    """The records of the host could not be written or read; it tries again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecordIgnored(Event):
+    """Another host's record makes no sense."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverIncomplete(Event):
+    """The host left although nobody had taken some of its experts over; `experts` names a few of `count`."""
+
+    experts: tuple[str, ...]
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostStats:
+    """A moment's view of a host."""
+
+    experts: int
+    capacity: int
+    queued_tokens: int
+    expected_wait_s: float
+    cache_bytes: int
+    serving: ServingStats
+    batching: BatcherStats
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a setting: `auto` is CUDA where there is one. Raises `ConfigError`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"The device {name!r} cannot be used: {error}", fix="Set host.device to 'cpu'.") from error
+    return device
+
+
+def memory_capacity(expert_bytes: int, device: torch.device) -> int:
+    """How many experts of this size half of the free memory holds, optimizer state and snapshot included."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return int(free * _MEMORY_SHARE) // max(_EXPERT_FLOOR_BYTES, expert_bytes * _COPIES_PER_PARAMETER)
+
+
+class ExpertHost:
+    """See the module's docstring. Lives on the event loop of its endpoint.
+
+    Args:
+        endpoint: Started and bootstrapped.
+        grids: The manifest's grids by name.
+        store: The endpoint's snapshots.
+    """
+
+    def __init__(self, endpoint: Endpoint, grids: Mapping[str, ExpertGrid], store: SnapshotStore) -> None:
+        self._endpoint = endpoint
+        self._runtime = endpoint.runtime
+        self._config = endpoint.config.host
+        self._grids = dict(grids)
+        self._store = store
+        self._experts: dict[str, ExpertBackend] = {}
+        self._view: list[HostRecord] = []
+        self._subkeys: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._announcing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leaving = False
+        self._closed = False
+        self._capacity = 0
+        self._worker: Worker | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Held experts and their weight versions."""
+        return {uid: backend.weight_version for uid, backend in sorted(self._experts.items())}
+
+    @property
+    def capacity(self) -> int:
+        """Experts that this host is willing to hold."""
+        return self._capacity
+
+    @property
+    def stats(self) -> HostStats:
+        """Counters, and what waits now. Valid after `start`."""
+        batcher = self._started().batcher
+        return HostStats(
+            experts=len(self._experts),
+            capacity=self._capacity,
+            queued_tokens=batcher.queued_tokens,
+            expected_wait_s=batcher.expected_wait_s,
+            cache_bytes=self._server.cache.nbytes,
+            serving=self._server.stats,
+            batching=batcher.stats,
+        )
+
+    def backend(self, uid: str) -> ExpertBackend:
+        """A held expert, for inspection. Raises `KeyError`."""
+        return self._experts[uid]
+
+    def _started(self) -> Worker:
+        assert self._worker is not None, "start() comes first"
+        return self._worker
+
+    # ---- lifetime
+
+    async def start(self) -> None:
+        """Serve, announce this host, and begin to take experts; returns before it holds any.
+
+        Raises:
+            ConfigError: The device cannot be used, or a grid cannot be built.
+            UnknownExpertClassError: No grid's class is installed.
+        """
+        self._device = resolve_device(self._config.device)
+        await self._choose_grids()
+        runtime = self._runtime
+        batcher = Batcher(self._config.max_batch_tokens, self._config.max_queued_tokens)
+        if runtime.virtual:
+            self._worker = InlineWorker(batcher, compute, runtime)
+        else:
+            self._worker = DeviceWorker(batcher, compute, runtime.clock)
+        self._server = ExpertServer(self._endpoint, self._experts, self._worker, self._config.forward_cache_bytes)
+        self._replicas = ReplicaExchange(
+            self._endpoint, self._store, self._worker, self._experts, refresh_s=self._config.replica_sync_s / 2
+        )
+        replicas = {uid: grid.replicas for grid in self._grids.values() for uid in grid.uids()}
+        self._placement = Placement(self._endpoint.peer_id, replicas, self._capacity)
+        await self._announce()
+        ttl_s = self._config.announce_ttl_s
+        self._tasks = [
+            runtime.spawn(self._announcements(ttl_s / _ANNOUNCEMENTS_PER_TTL), "experts-announce"),
+            runtime.spawn(self._every(self._config.placement_s, self._place), "experts-place"),
+            runtime.spawn(self._every(self._config.replica_sync_s, self._synchronise), "experts-sync"),
+        ]
+
+    async def _choose_grids(self) -> None:
+        """Keep the grids whose class is installed, and derive the capacity."""
+        expert_bytes, missing = 0, None
+        for name, grid in list(self._grids.items()):
+            try:
+                profile = await self._runtime.offload(check_grid, grid)
+            except UnknownExpertClassError as error:
+                self._runtime.emit(GridSkipped(name, error.message))
+                del self._grids[name]
+                missing = error
+            else:
+                expert_bytes = max(expert_bytes, profile.parameter_bytes)
+        if missing is not None and not self._grids:
+            raise missing
+        limit = self._config.max_experts
+        self._capacity = limit if limit is not None else memory_capacity(expert_bytes, self._device)
+        self._capacity = min(self._capacity, _MAX_EXPERTS)
+
+    async def close(self, drain: bool = True) -> None:
+        """Leave: with `drain`, hand experts over first; then withdraw the announcements and stop. Idempotent, bounded.
+
+        While it hands over, the host goes on serving; other hosts take what would be missing and copy what is newer.
+        """
+        if self._closed or self._worker is None:
+            return
+        self._closed = True
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if drain and self._experts:
+            await self._hand_over()
+        await self._withdraw()
+        self._experts.clear()
+        self._replicas.sweep()
+        self._server.cache.clear()
+        await self._worker.close()
+
+    async def _every(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(interval_s * (1 + _JITTER * (2 * self._runtime.rng.random() - 1)))
+            await act()
+
+    # ---- announcements
+
+    async def _announcements(self, interval_s: float) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            await self._announce()
+
+    async def _announce(self) -> None:
+        worker = self._started()
+        puts: list[Put] = []
+        by_grid: dict[str, dict[str, int]] = {name: {} for name in self._grids}
+        for uid, version in self.held.items():
+            by_grid[parse_uid(uid)[0]][uid] = version
+        outdated: list[tuple[str, str]] = []
+        for name, experts in by_grid.items():
+            record = HostRecord(
+                self._endpoint.peer_id,
+                self._endpoint.contact.addresses,
+                experts,
+                worker.batcher.expected_wait_s,
+                self._capacity,
+                len(self._experts),
+                self._leaving,
+            )
+            bodies = record.to_bodies(self._endpoint.config.dht.max_body_bytes)
+            key, ttl_s = record_key(name), self._config.announce_ttl_s
+            puts += [Put(key, body, ttl_s, subkey, renew=False) for subkey, body in bodies.items()]
+            outdated += [(key, str(i)) for i in range(len(bodies), self._subkeys.get(name, 0))]
+            self._subkeys[name] = len(bodies)
+        async with self._announcing:
+            try:
+                accepted = await self._endpoint.dht.put_many(puts)
+                for key, subkey in outdated:
+                    await self._endpoint.dht.delete(key, subkey)
+            except (DhtError, OSError) as error:
+                self._runtime.emit(AnnouncementFailed(str(error)))
+            else:
+                if not all(accepted):
+                    self._runtime.emit(AnnouncementFailed("No peer took a record."))
+
+    async def _withdraw(self) -> None:
+        for name, count in sorted(self._subkeys.items()):
+            for i in range(count):
+                try:
+                    await self._endpoint.dht.delete(record_key(name), str(i))
+                except SwarmError as error:
+                    self._runtime.emit(AnnouncementFailed(f"A record could not be withdrawn: {error.message}"))
+
+    async def _look(self) -> bool:
+        """Read the other hosts' announcements; false if that failed."""
+        keys = {record_key(name): name for name in sorted(self._grids)}
+        try:
+            found = await self._endpoint.dht.get_many(list(keys), fresh=True)
+        except SwarmError as error:
+            self._runtime.emit(AnnouncementFailed(f"The records of the hosts cannot be read: {error.message}"))
+            return False
+        records: list[HostRecord] = []
+        for key in keys:
+            for entry in found[key]:
+                if entry.author == self._endpoint.peer_id:
+                    continue
+                try:
+                    records.append(HostRecord.from_body(entry.author, entry.body))
+                except MalformedFrameError as error:
+                    self._runtime.emit(HostRecordIgnored(str(entry.author), error.message))
+        self._view = merge_records(records)
+        return True
+
+    # ---- placement
+
+    async def _place(self) -> None:
+        if not await self._look():
+            return
+        for action in self._placement.decide(self.held, self._view):
+            if isinstance(action, Take):
+                await self._take(action)
+            else:
+                await self._drop(action)
+        if any(host.leaving for host in self._view):
+            # whoever leaves waits until its newest versions are safe
+            await self._synchronise()
+
+    async def _take(self, take: Take) -> None:
+        name, _ = parse_uid(take.uid)
+        try:
+            backend = await self._runtime.offload(
+                ExpertBackend, self._grids[name], take.uid, self._endpoint.run_id, self._device
+            )
+            donor = await self._replicas.copy(backend, take.donors, NEVER) if take.donors else None
+        except SwarmError as error:
+            self._runtime.emit(ExpertNotTaken(take.uid, error.message))
+            return
+        except RuntimeError as error:  # out of memory, mostly
+            self._runtime.emit(ExpertNotTaken(take.uid, f"{type(error).__name__}: {str(error)[:200]}"))
+            return
+        self._experts[take.uid] = backend
+        self._changed.set()
+        self._runtime.emit(ExpertTaken(take.uid, backend.weight_version, str(donor.peer_id) if donor else ""))
+
+    async def _drop(self, drop: Drop) -> None:
+        """Give a surplus replica up, once every other holder has confirmed that it has it, at our version at least."""
+        backend = self._experts.get(drop.uid)
+        if backend is None:
+            return
+        own = backend.weight_version
+        try:
+            versions = [await self._replicas.version_at(host, drop.uid, have=1 << 62) for host in drop.others]
+        except SwarmError:
+            return  # the record of a holder was wrong; the next tick sees it
+        if max(versions) < own:
+            return
+        del self._experts[drop.uid]
+        self._server.cache.drop_expert(drop.uid)
+        self._replicas.forget(drop.uid)
+        self._changed.set()
+        self._runtime.emit(ExpertDropped(drop.uid, f"{len(drop.others)} other hosts hold it."))
+
+    # ---- replicas
+
+    async def _synchronise(self) -> None:
+        """Copy every expert of which another holder has a newer version."""
+        self._replicas.sweep()
+        for uid, backend in sorted(self._experts.items()):
+            own, lost = backend.weight_version, backend.own_steps
+            donors = [host for host in donors_of(uid, self._view) if host.experts[uid] > own]
+            if not donors:
+                continue
+            try:
+                donor = await self._replicas.copy(backend, donors, own)
+            except SwarmError:
+                continue  # each donor's failure is an event already
+            if donor is not None:
+                self._server.cache.drop_graphs(uid)
+                self._changed.set()
+                version = backend.weight_version
+                self._runtime.emit(ReplicaSynced(uid, str(donor.peer_id), own, version, lost))
+
+    # ---- leaving
+
+    async def _hand_over(self) -> None:
+        """Go on serving until other hosts hold our experts at our versions, nobody could, or patience ends."""
+        self._leaving = True
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._announce()
+                while await self._look():
+                    waiting = self._not_handed_over()
+                    if not waiting or not self._anybody_could(waiting):
+                        break
+                    await asyncio.sleep(self._config.placement_s / 2)
+                    await self._announce()
+        except TimeoutError:
+            pass
+        left = self._not_handed_over()
+        if left:
+            reason = "nobody else hosts experts" if not self._others() else "no other host took them in time"
+            self._runtime.emit(HandOverIncomplete(tuple(left[:8]), len(left), reason))
+
+    def _others(self) -> list[HostRecord]:
+        return [host for host in self._view if not host.leaving and host.capacity > 0]
+
+    def _not_handed_over(self) -> list[str]:
+        others = self._others()
+        return [
+            uid
+            for uid, version in self.held.items()
+            if not any(host.experts.get(uid, NEVER) >= version for host in others)
+        ]
+
+    def _anybody_could(self, uids: list[str]) -> bool:
+        """Whether some host holds, or has room for, one of these."""
+        return any(h.load < h.capacity or any(uid in h.experts for uid in uids) for h in self._others())
