@@ -148,7 +148,8 @@ class LayerCall:
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu")
+    # dense, as it will be sent: a gradient may be one number expanded to a shape
+    return tensor.detach().to("cpu").contiguous()
 
 
 class RemoteFunction(torch.autograd.Function):
