@@ -78,6 +78,8 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Begin:
     terms: Terms
+    window_s: float = math.inf
+    """Look for this time at most, if it is shorter than the configured window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,8 @@ class _Search:
     closes_at: float
     gives_up_at: float
     next_poll_at: float
+    hinted: bool = False
+    """Whether hints arrived during this search: only then do we know whom to expect."""
     queue: list[PeerId] = field(default_factory=list)
     asking: PeerId | None = None
     asked_at: float = 0.0
@@ -317,12 +321,14 @@ class Matchmaker:
     def handle(self, event: MatchEvent, now: float) -> list[Instruction]:
         """Take an event and return what to do, in order. `now` never falls."""
         match event:
-            case Begin(terms):
-                return self._begin(terms, now)
+            case Begin(terms, window_s):
+                return self._begin(terms, min(window_s, self.timing.window_s), now)
             case Hinted(peers):
                 known, self._hinted = self._hinted, {peer: None for peer in peers if peer != self.me.peer_id}
-                if self._search is not None and any(peer not in known for peer in self._hinted):
-                    self._search.next_poll_at = now
+                if self._search is not None:
+                    self._search.hinted = True
+                    if any(peer not in known for peer in self._hinted):
+                        self._search.next_poll_at = now
                 return self._advance(now)
             case JoinAsked():
                 answer = self._asked(event, now)
@@ -350,9 +356,8 @@ class Matchmaker:
             case Tick():
                 return self._tick(now)
 
-    def _begin(self, terms: Terms, now: float) -> list[Instruction]:
+    def _begin(self, terms: Terms, window: float, now: float) -> list[Instruction]:
         assert self._search is None, "one search at a time"
-        window = self.timing.window_s
         self.phase = Phase.LOOKING
         self._waiting.clear()
         self._search = _Search(terms, now, now + window, now + 2 * window, now)
@@ -384,7 +389,7 @@ class Matchmaker:
         if size >= search.terms.max_group:
             return search.asking is None or now >= search.asked_at + self.timing.poll_s
         skipped = (search.followers, search.failed, self._absent)
-        return search.asking is None and all(any(peer in s for s in skipped) for peer in self._hinted)
+        return search.hinted and search.asking is None and all(any(peer in s for s in skipped) for peer in self._hinted)
 
     def _ask_next(self, search: _Search, now: float) -> list[Instruction]:
         if search.asking is not None:

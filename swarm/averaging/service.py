@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -119,14 +120,10 @@ class Seat:
         concluded: asyncio.Future[Concluded] = asyncio.get_running_loop().create_future()
         self._concluded = concluded
         try:
-            self.feed(Begin(terms))
+            self.feed(Begin(terms, math.inf if timeout_s is None else timeout_s))
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(self._tick()), group.create_task(self._refresh_hints())]
                 try:
-                    async with asyncio.timeout(timeout_s):
-                        return await asyncio.shield(concluded)
-                except TimeoutError:
-                    self.feed(GiveUp("the caller's time ended"))
                     return await concluded
                 finally:
                     for helper in helpers:
@@ -236,7 +233,7 @@ class Seat:
             self._wake.clear()
             delay = max(0.0, self.matchmaker.wake_at - self.now)
             try:
-                async with asyncio.timeout(None if delay == float("inf") else delay):
+                async with asyncio.timeout(None if delay == math.inf else delay):
                     await self._wake.wait()
             except TimeoutError:
                 self.feed(Tick())
@@ -274,7 +271,7 @@ class Seat:
     # Serving ---------------------------------------------------------------------------------------------------------
 
     def joined(self, caller: PeerId, request: pb.JoinGroupRequest) -> pb.JoinGroupResponse:
-        if not 0 <= request.weight < float("inf") or len(request.schema_hash) != 32:
+        if not 0 <= request.weight < math.inf or len(request.schema_hash) != 32:
             raise MalformedFrameError("The weight or the schema hash of the request cannot be.")
         addresses = _checked_addresses(request.addresses)
         self._remember(Contact(caller, addresses))
@@ -356,7 +353,6 @@ class AveragingService:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._seats: dict[str, Seat] = {}
-        self._announcers: dict[str, asyncio.Task[Any]] = {}
         self._closed = False
         transport = endpoint.transport
         transport.serve(JOIN, self._join)
@@ -378,18 +374,20 @@ class AveragingService:
                 f"This peer averages under {key!r} already.", fix="Close that averager, or use another key."
             )
         seat = self._seats[key] = Seat(self.endpoint, key, strategy)
-        announced = asyncio.Event()
-        self._announcers[key] = self.endpoint.runtime.spawn(self._announce(key, announced), f"announce {key}")
-        await announced.wait()
+        addresses = list(self.endpoint.contact.addresses[:MAX_ADDRESSES])
+        try:
+            # Renewed by the DHT until it is deleted, also if nobody could take it now.
+            await self.endpoint.dht.put(
+                f"rounds/{key}", {"addresses": addresses}, ttl_s=3 * self.endpoint.config.heartbeat_s
+            )
+        except SwarmError as error:
+            self.endpoint.runtime.emit(MatchmakingImpaired(key, error.message))
         return seat
 
     async def shut(self, key: str) -> None:
         """Stop taking part under a key and withdraw the announcement. Idempotent."""
         if self._seats.pop(key, None) is None:
             return
-        announcer = self._announcers.pop(key)
-        announcer.cancel()
-        await asyncio.wait([announcer])
         try:
             await self.endpoint.dht.delete(f"rounds/{key}")
         except SwarmError as error:
@@ -400,17 +398,6 @@ class AveragingService:
         self._closed = True
         for key in list(self._seats):
             await self.shut(key)
-
-    async def _announce(self, key: str, announced: asyncio.Event) -> None:
-        ttl_s = 3 * self.endpoint.config.heartbeat_s
-        while True:
-            try:
-                addresses = list(self.endpoint.contact.addresses[:MAX_ADDRESSES])
-                await self.endpoint.dht.put(f"rounds/{key}", {"addresses": addresses}, ttl_s=ttl_s)
-            except SwarmError as error:
-                self.endpoint.runtime.emit(MatchmakingImpaired(key, error.message))
-            announced.set()
-            await asyncio.sleep(ttl_s * self.endpoint.config.dht.republish_fraction)
 
     def _seat(self, key: str) -> Seat:
         seat = self._seats.get(key)

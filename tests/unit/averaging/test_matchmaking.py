@@ -100,7 +100,7 @@ class Net:
 
         def start() -> None:
             self.feed(peer, Begin(Terms(**values)))  # type: ignore[arg-type]
-            self.hint(peer)
+            self.later(lambda: self.hint(peer))
 
         self.at(time, start)
 
@@ -220,7 +220,7 @@ class Net:
             assert set(members) <= set(named)
             assert sum(m.part for m in seal.members) == 1000
             for peer in members:
-                assert self.nodes[peer].concluded_at <= budget + 10
+                assert self.nodes[peer].concluded_at <= budget + 4
                 assert self.nodes[peer].concluded.seal == seal  # type: ignore[union-attr]
             # Every member that is named pledged itself to exactly this seal before anybody concluded it.
             assert named[0] in self.nodes
