@@ -8,7 +8,9 @@ from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
+
+import torch
 
 from swarm.averaging.service import AveragingService
 from swarm.config import PeerConfig
@@ -182,10 +184,9 @@ class Peer(Endpoint):
             if hasattr(self, "experts"):
                 await self._step("closing the expert client", self.experts.close(), deadline)
             await self._step("leaving averaging", self.averaging.close(), deadline)
-            await self._step("withdrawing state", self.state.close(), deadline)
             if drain:
                 await self._step("withdrawing our record", self._announcer.close(), deadline)
-            await self._step("leaving the DHT", self.dht.close(), deadline)
+            await self._step("leaving the DHT", self.dht.close(withdraw=drain), deadline)
             await self._step("closing connections", self.transport.close(0.5 if drain else 0.0), deadline)
             await self.runtime.cancel_tasks()
         finally:
@@ -257,12 +258,12 @@ class Peer(Endpoint):
         uids = self.grids[grid].uids()
         self.run_sync(self.experts.directory.wait_for(grid, uids, min_fraction, timeout_s), timeout_s + 10.0)
 
-    def log(self, **metrics: float) -> None:
+    def log(self, **metrics: SupportsFloat) -> None:
         """Publish numbers about this peer's training, such as `loss`, `step`, `tokens_per_s`.
 
         They travel with the next heartbeat. Tensors of one element are read out; non-finite values are left out.
         """
         for name, value in metrics.items():
-            number = float(value)
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             if math.isfinite(number):
                 self._metrics[name] = number
