@@ -20,15 +20,32 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from swarm.errors import CorruptStateError, StateError, UnsupportedDtypeError
+from swarm.errors import CorruptStateError, StateError, SwarmError, UnsupportedDtypeError
 from swarm.events import Event, EventStream
 from swarm.state.snapshot import encode_metadata
 from swarm.tensors.codecs import host_flat
-from swarm.tensors.schema import dtype_name
+from swarm.tensors.schema import dtype_name, parse_dtype
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{8,12})\.json")
+_FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_STORABLE = frozenset((*_FLOATS, "bool", "uint8", "int8", "int16", "int32", "int64"))
+"""What every supported release of safetensors stores; other dtypes are stored as bytes."""
 _HASH_BLOCK_BYTES = 1 << 20
+
+
+_DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+    CorruptStateError,
+    UnsupportedDtypeError,
+)
+"""What reading damaged or foreign files raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +79,15 @@ def save_checkpoint(path_dir: Path, tensors: Mapping[str, Tensor], metadata: Map
         The JSON file of the new checkpoint.
 
     Raises:
-        UnsupportedDtypeError: safetensors cannot store a dtype.
+        UnsupportedDtypeError: A tensor is not dense, or of a dtype that swarm does not know.
         ValueError: Metadata that JSON cannot carry, or `keep` below 1.
         StateError: The disk refused; nothing of the checkpoints before is lost.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}.")
     metadata_json = encode_metadata(metadata)
-    flat = {name: host_flat(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
-    seen: set[int] = set()
-    for name, tensor in flat.items():
-        dtype_name(tensor.dtype)
-        if tensor.data_ptr() in seen:
-            flat[name] = tensor.clone()  # safetensors refuses shared memory
-        seen.add(tensor.data_ptr())
-    try:
-        data = save(flat)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise UnsupportedDtypeError(f"safetensors cannot store these tensors: {error}.") from error
+    flat, raw = _storable(tensors)
+    data = save(flat)
     try:
         path_dir.mkdir(parents=True, exist_ok=True)
         number = max((n for n, _ in _listed(path_dir)), default=0) + 1
@@ -88,6 +96,8 @@ def save_checkpoint(path_dir: Path, tensors: Mapping[str, Tensor], metadata: Map
             "format": FORMAT,
             "sha256": hashlib.sha256(data).hexdigest(),
             "nbytes": len(data),
+            "names": list(flat),
+            "raw": raw,
             "metadata": json.loads(metadata_json),
         }
         _write(path_dir / f"{stem}.safetensors", data)
@@ -115,8 +125,8 @@ def load_checkpoint(path_dir: Path, events: EventStream | None = None) -> Checkp
     for _, path in sorted(_listed(path_dir), reverse=True):
         try:
             return _load(path)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError, CorruptStateError) as error:
-            reason = error.message if isinstance(error, CorruptStateError) else f"{type(error).__name__}: {error}"
+        except _DAMAGE as error:
+            reason = error.message if isinstance(error, SwarmError) else f"{type(error).__name__}: {error}"
             problems.append(f"{path.name}: {reason}")
             if events is not None:
                 events.emit(CheckpointCorrupt(path=str(path), reason=reason[:300]))
@@ -126,6 +136,27 @@ def load_checkpoint(path_dir: Path, events: EventStream | None = None) -> Checkp
             fix="Restore the directory from a backup, or move it away to start without it.",
         )
     return None
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors that safetensors accepts: contiguous, on the CPU, nothing shared; and what is stored as bytes."""
+    flat: dict[str, Tensor] = {}
+    raw: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        kind = dtype_name(tensor.dtype)
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise UnsupportedDtypeError(f"{name!r} is no dense tensor that holds data.")
+        elements = host_flat(tensor)
+        if elements.data_ptr() in seen:
+            elements = elements.clone()
+        seen.add(elements.data_ptr())
+        if kind in _STORABLE:
+            flat[name] = elements.view(tensor.shape)
+        else:
+            flat[name] = elements.view(torch.uint8)
+            raw[name] = [kind, list(tensor.shape)]
+    return flat, raw
 
 
 def _load(path: Path) -> Checkpoint:
@@ -145,7 +176,10 @@ def _load(path: Path) -> Checkpoint:
         raise CorruptStateError(f"{weights.name} has {nbytes} bytes instead of {description['nbytes']}")
     if digest.hexdigest() != description["sha256"]:
         raise CorruptStateError(f"{weights.name} does not match its hash")
-    return Checkpoint(load_file(weights), metadata, path)
+    tensors = load_file(weights)
+    for name, (dtype, shape) in description["raw"].items():
+        tensors[name] = tensors[name].view(parse_dtype(dtype)).view(shape)
+    return Checkpoint({name: tensors[name] for name in description["names"]}, metadata, path)
 
 
 def _listed(path_dir: Path) -> list[tuple[int, Path]]:

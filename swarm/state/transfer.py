@@ -394,7 +394,7 @@ class _Download:
         finally:
             # Threads of the pool write into the partial snapshot: it is the caller's again only when they are done.
             if verifying:
-                await asyncio.wait([task for _, task in verifying])
+                await asyncio.gather(*(task for _, task in verifying), return_exceptions=True)
         return corrupt
 
     async def _verified(self, index: int, task: asyncio.Task[bool], corrupt: list[int]) -> None:

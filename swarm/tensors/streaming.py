@@ -60,6 +60,8 @@ async def send_tensors(
         # The pool may still be reading the tensors: they are the caller's again only after that.
         if not following.done():
             await asyncio.wait([following])
+        if not following.cancelled():
+            following.exception()  # after an error of the stream nobody else looks at it
 
 
 def _encode_next(runtime: Runtime, chunks: Iterator[bytes]) -> asyncio.Task[bytes | None]:
