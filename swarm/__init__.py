@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from swarm.averaging.averager import Averager as Averager
     from swarm.averaging.rounds import Round as Round
-    from swarm.averaging.strategies import AllReduce as AllReduce
-    from swarm.averaging.strategies import Gossip as Gossip
+    from swarm.averaging.allreduce import AllReduce as AllReduce
+    from swarm.averaging.gossip import Gossip as Gossip
     from swarm.config import PeerConfig as PeerConfig
     from swarm.errors import SwarmError as SwarmError
     from swarm.experts.moe import MixtureOfExperts as MixtureOfExperts
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from swarm.training.seeding import seeded as seeded
 
 _HOMES = {
-    "AllReduce": "swarm.averaging.strategies",
+    "AllReduce": "swarm.averaging.allreduce",
     "Averager": "swarm.averaging.averager",
     "DataShard": "swarm.training.data",
     "ExpertGrid": "swarm.experts.spec",
-    "Gossip": "swarm.averaging.strategies",
+    "Gossip": "swarm.averaging.gossip",
     "KeyPair": "swarm.identity",
     "LocalSwarm": "swarm.simulation.local",
     "MixtureOfExperts": "swarm.experts.moe",
