@@ -186,7 +186,9 @@ class Read(Lookup):
     def stale(self) -> list[tuple[PeerNode, list[Copy]]]:
         """Replicas among the nearest that lack something of the union, with what they lack."""
         result: list[tuple[PeerNode, list[Copy]]] = []
-        for node in self.nearest():
+        for node in self.window():
+            if self.state(node) is not State.ANSWERED:
+                continue
             reply = self._replies.get(node.id, {})
             lacking = [
                 c for e, c in self.merged.items() if (held := reply.get(e)) is None or held.record.rank < c.record.rank

@@ -2,8 +2,8 @@
 
 What kademlia 2.2.3 gets wrong and these subclasses put right: `find_neighbors` returns the first k nodes of a bucket
 walk, not the k nearest; the root bucket reaches to 2**160, one past the last id, so that no bucket is an aligned
-subtree; clocks are `time.monotonic`; a full bucket pings its head in a task that nobody awaits; a node may be in a bucket and in
-its replacement cache at once; nothing bounds how many nodes of one subnet a bucket takes.
+subtree; clocks are `time.monotonic`; a full bucket pings its head in a task that nobody awaits; a node may be in
+a bucket and in its replacement cache at once; nothing bounds how many nodes of one subnet a bucket takes.
 """
 
 from __future__ import annotations

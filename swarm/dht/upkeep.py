@@ -15,6 +15,8 @@ from swarm.net.transport import Contact
 
 PINGS = 16
 """Peers checked in one round of upkeep."""
+REFRESH_WIDTH = 1
+"""Peers near the random position of a bucket that a refresh must reach: their answers name the rest."""
 REFRESHES = 2
 """Buckets refreshed in one round."""
 REFRESH_ROUNDS = 10
@@ -95,9 +97,9 @@ class Upkeep:
 
     async def refresh(self, buckets: Sequence[Bucket]) -> None:
         """Look up a random position of each bucket."""
-        rng, parallelism = self._do.runtime.rng, self._do.config.parallelism
+        rng = self._do.runtime.rng
         targets = [rng.randint(*bucket.range) for bucket in buckets]
-        lookups = [Lookup(target, parallelism, self._do.seeds(target)) for target in targets]
+        lookups = [Lookup(target, REFRESH_WIDTH, self._do.seeds(target)) for target in targets]
         if lookups:
             await self._do.lookup(lookups)
 
