@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,15 +143,18 @@ def _storable(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
     """Tensors that safetensors accepts: contiguous, on the CPU, nothing shared; and what is stored as bytes."""
     flat: dict[str, Tensor] = {}
     raw: dict[str, Any] = {}
-    seen: set[int] = set()
+    spans: list[tuple[int, int]] = []  # memory that is taken, ascending and disjoint
     for name, tensor in tensors.items():
         kind = dtype_name(tensor.dtype)
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise UnsupportedDtypeError(f"{name!r} is no dense tensor that holds data.")
         elements = host_flat(tensor)
-        if elements.data_ptr() in seen:
+        span = (elements.data_ptr(), elements.data_ptr() + elements.nbytes)
+        place = bisect(spans, span)
+        if any(a < span[1] and span[0] < b for a, b in spans[max(0, place - 1) : place + 1]):
             elements = elements.clone()
-        seen.add(elements.data_ptr())
+        elif elements.numel():
+            spans.insert(place, span)
         if kind in _STORABLE:
             flat[name] = elements.view(tensor.shape)
         else:
