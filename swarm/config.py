@@ -118,7 +118,9 @@ class ClientConfig(_Section):
 
     directory_refresh_s: float = Field(3.0, gt=0)
     """Interval at which the expert directory is refreshed in the background."""
-    deadline: DeadlineConfig = DeadlineConfig()
+    deadline: DeadlineConfig = DeadlineConfig(floor_s=2.0)
+    """Of one attempt at one host. The floor is generous: giving up on a host that computes loses its update, while one
+    that stalls costs it only once, because it is avoided from then on."""
 
 
 class AveragingConfig(_Section):
@@ -188,11 +190,11 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    "wan": {},
+    "wan": {"client": {"deadline": {"floor_s": 2.0}}},
     "lan": {
         "heartbeat_s": 10.0,
         "deadline": {"initial_s": 5.0, "floor_s": 0.2, "cap_s": 30.0},
-        "client": {"deadline": {"initial_s": 5.0, "floor_s": 0.2, "cap_s": 30.0}},
+        "client": {"deadline": {"initial_s": 5.0, "floor_s": 1.0, "cap_s": 30.0}},
         "dht": {"call_timeout_s": 2.0, "maintenance_s": 10.0},
         "averaging": {"matchmaking_s": 5.0, "round_timeout_s": 30.0, "chunk_timeout_s": 5.0},
     },
@@ -200,7 +202,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "heartbeat_s": 2.0,
         "transport": {"listen_host": "127.0.0.1", "connect_timeout_s": 5.0},
         "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0},
-        "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0}},
+        "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 3.0, "floor_s": 1.0, "cap_s": 10.0}},
         "dht": {"call_timeout_s": 1.0, "maintenance_s": 3.0},
         "host": {"announce_ttl_s": 6.0, "replica_sync_s": 5.0, "placement_s": 1.0, "drain_timeout_s": 10.0},
         "averaging": {"matchmaking_s": 3.0, "round_timeout_s": 10.0, "chunk_timeout_s": 3.0},

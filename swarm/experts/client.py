@@ -44,6 +44,7 @@ from swarm.experts.protocol import (
     CALL_STREAM,
     MAX_CALL_PAYLOAD_BYTES,
     MAX_PARTS,
+    OK,
     CallRequest,
     CallResponse,
     PartRequest,
@@ -151,7 +152,7 @@ class ExpertClient:
         await self._spread(calls, "backward", options, started_s + self._limit_s(options), first=True)
         options.stats.took("backward", self._runtime.clock.time() - started_s)
         for call in calls:
-            if options.train and not call.applied and self.profile(call.uid.partition(".")[0]).parameters:
+            if options.train and not call.applied and self.profile(_grid_of(call)).parameters:
                 options.stats.lost_update()
                 self._runtime.emit(UpdateLost(layer=options.layer, uid=call.uid, tokens=call.tokens, reason=call.why()))
             if call.grad_inputs is None:
@@ -218,7 +219,7 @@ class ExpertClient:
     def _reply_bytes(self, call: ExpertCall, direction: Pass) -> int:
         if direction == "backward":
             return sum(t.nbytes for t in call.inputs)
-        expert = self.profile(call.uid.partition(".")[0])
+        expert = self.profile(_grid_of(call))
         total = 0
         for spec in expert.outputs:
             row = torch_dtype(spec.dtype).itemsize
@@ -240,7 +241,8 @@ class ExpertClient:
     ) -> tuple[CallResponse, list[list[Tensor]]]:
         """One RPC within its adaptive deadline. Raises `SwarmError`."""
         request_bytes = sum(t.nbytes for t in tensors)
-        path = f"{CALL.path}/{direction}"
+        # experts of other grids on the same host take another time to compute
+        path = f"{CALL.path}/{direction}/{_grid_of(calls[0])}"
         size = request_bytes + reply_bytes
         learned_s = self._deadlines.budget_s(
             contact.peer_id, path, size, advertised_s=self._queue_s.get(contact.peer_id, 0.0)
@@ -349,7 +351,7 @@ class ExpertClient:
         """Take over the good parts of an answer; returns the others with their errors."""
         failed: list[tuple[ExpertCall, SwarmError]] = []
         for call, part, tensors in zip(calls, response.parts, parts, strict=True):
-            error = part.error(str(contact.peer_id))
+            error = None if part.status == OK else part.error(str(contact.peer_id))
             if error is None:
                 call.applied = call.applied or part.applied
                 if part.applied:
@@ -372,7 +374,7 @@ class ExpertClient:
     async def _check(self, call: ExpertCall, direction: Pass, tensors: Sequence[Tensor]) -> SwarmError | None:
         """What is wrong with the tensors of a part that the host calls good."""
         if direction == "forward":
-            specs = self.profile(call.uid.partition(".")[0]).outputs
+            specs = self.profile(_grid_of(call)).outputs
             fits = len(tensors) == len(specs) and all(
                 s.matches(t.shape, dtype_name(t.dtype)) and t.shape[0] == call.tokens
                 for t, s in zip(tensors, specs, strict=True)
@@ -453,3 +455,7 @@ class ExpertClient:
         await self.endpoint.transport.call(
             contact, CALL, to_frame(request.to_meta(), []), timeout_s=self._config.deadline.initial_s
         )
+
+
+def _grid_of(call: ExpertCall) -> str:
+    return call.uid.partition(".")[0]

@@ -36,7 +36,7 @@ OK: Literal["ok"] = "ok"
 
 CALLERS = frozenset({Role.TRAINER, Role.HOST})
 CALL: UnaryMethod[bytes, bytes] = UnaryMethod(
-    "/swarm.pb.Experts/Call", bytes, bytes, roles=CALLERS, max_bytes=MAX_UNARY_BYTES
+    "/swarm.pb.Experts/Call", bytes, bytes, roles=CALLERS, max_bytes=MAX_UNARY_BYTES, adaptive=False
 )
 """A small call as one frame each way; both frames must fit into `MAX_UNARY_BYTES`."""
 CALL_STREAM = StreamMethod("/swarm.pb.Experts/CallStream", roles=CALLERS)

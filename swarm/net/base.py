@@ -6,6 +6,7 @@ A transport below only moves bytes: it opens a hello line, exchanges one request
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import abstractmethod
 from collections import OrderedDict
 from contextlib import AbstractAsyncContextManager
@@ -359,8 +360,9 @@ class BaseTransport(Transport):
             fresh = held is None
             if held is None:
                 held = await self._session_for(to, None if end is None else max(0.0, end - clock()))
-            learned_s = deadlines.budget_s(peer_id, path, size)
             begun = clock()
+            adaptive = method.adaptive or end is None
+            learned_s = deadlines.budget_s(peer_id, path, size) if adaptive else math.inf
             budget_s = learned_s if end is None else min(learned_s, end - begun)
             if budget_s <= 0:
                 raise PeerUnreachableError(f"No time was left for {path} after connecting to peer {peer_id.short}.")
@@ -387,7 +389,8 @@ class BaseTransport(Transport):
                     raise
                 retried = True
             else:
-                deadlines.record(peer_id, path, size, clock() - begun)
+                if adaptive:
+                    deadlines.record(peer_id, path, size, clock() - begun)
                 stats.received_bytes += len(reply)
                 response: Response = decode_message(method.response, reply, max_bytes)
                 return response

@@ -46,6 +46,8 @@ class UnaryMethod(Generic[Request, Response]):
     """Roles that may call it."""
     max_bytes: int | None = None
     """Largest request and response; none takes `TransportConfig.max_control_bytes`."""
+    adaptive: bool = True
+    """Learn a deadline below the caller's; False where callers learn their own from what they know about the work."""
 
 
 @dataclass(frozen=True, slots=True)

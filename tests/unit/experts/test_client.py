@@ -192,7 +192,7 @@ def test_a_stalled_host_costs_a_learned_deadline_not_the_configured_one(memory_w
         begun = clock.time()
         calls, _ = await forward(stage)
         assert calls[0].answered
-        assert clock.time() - begun < 1.0
+        assert clock.time() - begun < 1.5
         begun = clock.time()
         await forward(stage)  # the circuit breaker is open
         assert clock.time() - begun < 0.2
