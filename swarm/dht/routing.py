@@ -98,9 +98,8 @@ class Bucket(KBucket):  # type: ignore[misc]
         return True
 
     def depth(self) -> int:
-        """Bits that all nodes here share."""
-        ids = [node.long_id for node in self.nodes.values()]
-        return ID_BITS - max((ids[0] ^ other for other in ids), default=0).bit_length() if ids else ID_BITS
+        """Bits of the prefix that ids of this range share (the package counts what the present nodes happen to share)."""
+        return ID_BITS - (self.range[1] - self.range[0]).bit_length()
 
     def crowded(self, node: PeerNode) -> bool:
         """Whether the node's subnet has all the places here that it may have."""
