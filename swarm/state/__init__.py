@@ -1,0 +1,1 @@
+"""State that outlives a peer: snapshots, their transfer to joiners, checkpoints on disk."""
