@@ -202,7 +202,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "heartbeat_s": 2.0,
         "transport": {"listen_host": "127.0.0.1", "connect_timeout_s": 5.0},
         "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0},
-        "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 3.0, "floor_s": 1.0, "cap_s": 10.0}},
+        "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 5.0, "floor_s": 1.0, "cap_s": 10.0}},
         "dht": {"call_timeout_s": 1.0, "maintenance_s": 3.0},
         "host": {"announce_ttl_s": 6.0, "replica_sync_s": 5.0, "placement_s": 1.0, "drain_timeout_s": 10.0},
         "averaging": {"matchmaking_s": 3.0, "round_timeout_s": 10.0, "chunk_timeout_s": 3.0},
