@@ -15,6 +15,7 @@ from swarm.errors import SwarmError
 P = ParamSpec("P")
 T = TypeVar("T")
 PLAIN_STATUS_EVERY_S = 10.0
+PLAIN_CHANGE_EVERY_S = 0.4
 
 
 def short_count(number: float, unit: str = "") -> str:
@@ -39,6 +40,7 @@ class Reporter:
         self._live_wanted = not as_json and (sys.stdout.isatty() if live is None else live)
         self._live: Any = None
         self._last_status_s: float | None = None
+        self._last_shown: object = None
 
     def say(self, text: str, kind: str, **fields: Any) -> None:
         """One lasting line: `text` for people, `kind` and `fields` for scripts."""
@@ -49,13 +51,21 @@ class Reporter:
         else:
             print(text, flush=True)
 
-    def status(self, text: str, now_s: float, **fields: Any) -> None:
-        """The state of things: replaces the live line, or is written at most every `PLAIN_STATUS_EVERY_S` seconds."""
+    def status(self, text: str, now_s: float, notable: object = None, **fields: Any) -> None:
+        """The state of things: replaces the live line; without one it is written when something notable happened.
+
+        Args:
+            text: For people.
+            now_s: Monotonic time.
+            notable: Written again soon when this changes, else every `PLAIN_STATUS_EVERY_S` seconds.
+            fields: For scripts.
+        """
         if self._live_wanted:
             self._update_live(text)
             return
-        if self._last_status_s is None or now_s - self._last_status_s >= PLAIN_STATUS_EVERY_S:
-            self._last_status_s = now_s
+        patience_s = PLAIN_STATUS_EVERY_S if notable == self._last_shown else PLAIN_CHANGE_EVERY_S
+        if self._last_status_s is None or now_s - self._last_status_s >= patience_s:
+            self._last_status_s, self._last_shown = now_s, notable
             self.say(text, "status", **fields)
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ def _show(reporter: Reporter, peer: Peer) -> None:
     reporter.status(
         " · ".join(parts),
         time.monotonic(),
+        (state, held, known),
         state=state,
         run=peer.manifest.name,
         experts=held,

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import swarm
+from swarm.runs.invite import Ticket
 
-PATIENCE_S = 40.0
+PATIENCE_S = 60.0
 RUN_TOML = """
 name = "cli-test"
 preset = "local"
@@ -122,34 +124,43 @@ def run_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_create_join_train_and_leave(start: Any, run_file: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(180)
+def test_create_join_call_and_leave(start: Any, run_file: str, tmp_path: Path) -> None:
     owner = start("create", run_file, "--json")
     created = owner.wait_for_kind("created")
+    address, invites = created["addresses"][0], created["invites"]
     assert created["run"] == "cli-test"
+    assert (tmp_path / "home" / "owner" / "cli-test" / "run_key.pem").exists()
 
-    host = start("join", created["invites"]["host"], "--preset", "local", "--json")
-    joined = host.wait_for_kind("joined")
-    assert joined["run_id"] == created["run_id"]
+    # two processes at once: a host, and somebody who wants the owner's port
+    host = start("join", invites["host"], "--preset", "local", "--json")
+    taken = start("create", run_file, "--data-dir", "elsewhere", "--port", address.rsplit(":", 1)[1])
+
+    assert host.wait_for_kind("joined")["run_id"] == created["run_id"]
     host.wait_for_kind("status", state="ONLINE", experts=2)
-
-    trainer = swarm.join(created["invites"]["trainer"], role="trainer", config=swarm.PeerConfig.preset("local"))
-    with trainer:
+    with swarm.join(invites["trainer"], role="trainer", config=swarm.PeerConfig.preset("local")) as trainer:
         trainer.wait_for_experts("ffn", timeout_s=PATIENCE_S)
-        import torch
-
-        expert = swarm.RemoteExpert(trainer, "ffn.0")
-        assert expert(torch.ones(3, 8)).shape == (3, 8)
+        assert swarm.RemoteExpert(trainer, "ffn.0")(torch.ones(3, 8)).shape == (3, 8)
 
     host.press_ctrl_c()
     assert host.end() == 0
-    kinds = [json.loads(line)["kind"] for line in host.lines]
-    assert kinds[-2:] == ["state", "left"]
+    assert [json.loads(line)["kind"] for line in host.lines][-2:] == ["state", "left"]
+    assert taken.end() == 3
+    assert len(taken.lines) == 1
+    assert taken.lines[0].startswith("swarm: [E2005]")
+
     owner.press_ctrl_c()
     assert owner.end() == 0
     assert json.loads(owner.lines[-1])["kind"] == "left"
-    assert (tmp_path / "home" / "owner" / "cli-test" / "run_key.pem").exists()
+    late = start("join", invites["host"], "--preset", "local", "--json")
+    assert late.end() == 3
+    error = json.loads(late.lines[-1])["error"]
+    assert error["name"] == "BootstrapError"
+    assert address in error["reasons"]
+    assert not any("Traceback" in line for line in late.lines)
 
 
+@pytest.mark.timeout(180)
 def test_plain_lines_and_a_run_that_continues(start: Any, run_file: str) -> None:
     owner = start("create", run_file)
     first = owner.wait_for(r"(swarmt1[a-z2-7]+)")[1]
@@ -171,26 +182,5 @@ def test_plain_lines_and_a_run_that_continues(start: Any, run_file: str) -> None
 
     owner = start("create", run_file)
     second = owner.wait_for(r"(swarmt1[a-z2-7]+)")[1]
-    read = __import__("swarm.runs.invite", fromlist=["Ticket"]).Ticket.decode
-    assert read(second).run_id == read(first).run_id
-    assert read(second).bootstrap[0].peer_id == read(first).bootstrap[0].peer_id
-
-
-def test_failures_are_one_sentence_and_an_exit_code(start: Any, run_file: str) -> None:
-    owner = start("create", run_file, "--json")
-    created = owner.wait_for_kind("created")
-    port = created["addresses"][0].rsplit(":", 1)[1]
-
-    taken = start("create", run_file, "--data-dir", "elsewhere", "--port", port)
-    assert taken.end() == 3
-    assert any("[E2005]" in line for line in taken.lines)
-
-    owner.press_ctrl_c()
-    assert owner.end() == 0
-    late = start("join", created["invites"]["host"], "--preset", "local", "--json")
-    assert late.end() == 3
-    error = json.loads(late.lines[-1])
-    assert error["error"]["name"] == "BootstrapError"
-    assert created["addresses"][0] in error["error"]["reasons"]
-    for command in (taken, late):
-        assert not any("Traceback" in line for line in command.lines)
+    assert Ticket.decode(second).run_id == Ticket.decode(first).run_id
+    assert Ticket.decode(second).bootstrap[0].peer_id == Ticket.decode(first).bootstrap[0].peer_id

@@ -31,6 +31,13 @@ def test_plain_status_is_written_now_and_then(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "at 0\nat 10\n"
 
 
+def test_plain_status_is_written_again_when_something_notable_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(as_json=False, live=False)
+    for now, peers in ((0.0, 1), (1.0, 1), (2.0, 2), (2.1, 3), (3.0, 3), (4.0, 3)):
+        reporter.status(f"at {now}: {peers}", now, peers)
+    assert capsys.readouterr().out == "at 0.0: 1\nat 2.0: 2\nat 3.0: 3\n"
+
+
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(as_json=True)
     reporter.say("hello", "greeting", to="you")
