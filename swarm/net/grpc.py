@@ -34,7 +34,7 @@ from swarm.errors import (
 from swarm.identity import KeyPair, PeerId
 from swarm.net.addresses import LoopbackOnly, announced_addresses, is_loopback, join_address, split_address
 from swarm.net.base import SESSION_KEY, BaseTransport, HeldSession, identity_mismatch, sessions_revoked
-from swarm.net.grpc_status import abort, is_pin_mismatch, typed_error
+from swarm.net.grpc_status import Ending, abort, is_pin_mismatch, typed_error
 from swarm.net.grpc_stream import ACCEPTED_METADATA, ClientStream, ServerStream
 from swarm.net.hello import HELLO_LIFETIME_S, HELLO_PATH
 from swarm.net.security import Authorizer
@@ -101,28 +101,30 @@ class _Line:
         self.peer_id = certificate.peer_id
         self.certificate_hash = certificate.sha256
         self._call = call
+        self._ending = Ending(call)
         self._address = address
         self._timeout_s = timeout_s
 
     async def send(self, message: bytes) -> None:
         try:
             await self._call.write(message)
-        except asyncio.InvalidStateError:
-            await self.receive()  # raises what ended the call
-        except aio.AioRpcError as error:
-            raise self._typed(error) from error
+        except (aio.AioRpcError, aio.InternalError, asyncio.InvalidStateError) as error:
+            raise await self._typed() from error
 
     async def receive(self) -> bytes:
         try:
             message = await self._call.read()
-        except aio.AioRpcError as error:
-            raise self._typed(error) from error
+        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._typed() from error
         if message is aio.EOF:
             raise TruncatedStreamError(f"{self._address} ended the hello early.")
         assert isinstance(message, bytes)
         return message
 
-    def _typed(self, error: aio.AioRpcError) -> SwarmError:
+    async def _typed(self) -> SwarmError:
+        error = await self._ending.wait()
+        if error is None:
+            return TruncatedStreamError(f"{self._address} ended the hello early.")
         if is_pin_mismatch(error):
             return IdentityMismatchError(
                 f"Somebody else answers at {self._address} than a moment ago.",

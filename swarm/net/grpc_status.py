@@ -3,7 +3,10 @@
 # ruff: noqa: E402
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
 
 import msgpack
 
@@ -29,8 +32,12 @@ from swarm.errors import (
 )
 from swarm.identity import PeerId
 
+T = TypeVar("T")
+
 ERROR_KEY = "swarm-error-bin"
 MAX_ERROR_BYTES = 4096
+_STAND_IN = "Internal error from Core"  # what a failed write reports until the real status arrives
+_STATUS_WAIT_S = 2.0
 _NOT_CONNECTED = ("failed to connect", "connections to all backends failing", "dns resolution failed")
 _PIN_MISMATCH = ("certificate_verify_failed", "hostname verification", "peer name", "no match found")
 _CODES: dict[type[SwarmError], grpc.StatusCode] = {
@@ -47,6 +54,48 @@ async def abort(context: aio.ServicerContext[Any, Any], error: SwarmError) -> No
     code = _CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION)
     await context.abort(code, type(error).__name__, ((ERROR_KEY, msgpack.packb(error.to_wire())),))
     raise AssertionError("abort() raises")
+
+
+class Ending:
+    """Remembers the status with which a streaming call really ended.
+
+    `grpc.aio` replaces the status of a call with a stand-in when a write fails, also after the real one has arrived.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._known = asyncio.Event()
+        self._error: aio.AioRpcError | None = None
+        call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
+        code, details = _now(call.code()), _now(call.details())
+        if self._known.is_set() or (code is grpc.StatusCode.INTERNAL and details == _STAND_IN):
+            return
+        if code is not grpc.StatusCode.OK:
+            self._error = aio.AioRpcError(
+                code, _now(call.initial_metadata()), _now(call.trailing_metadata()) or aio.Metadata(), details
+            )
+        self._known.set()
+
+    async def wait(self) -> aio.AioRpcError | None:
+        """The error that ended the call, or none when it ended well. For calls of which an operation has failed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_WAIT_S):
+                await self._known.wait()
+        if not self._known.is_set():
+            return aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, aio.Metadata(), aio.Metadata(), _STAND_IN)
+        return self._error
+
+
+def _now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that does not need to wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    coroutine.close()
+    raise AssertionError("the call has not ended")
 
 
 def typed_error(error: aio.AioRpcError, peer_id: PeerId, path: str, timeout_s: float) -> SwarmError:

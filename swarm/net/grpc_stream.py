@@ -21,12 +21,14 @@ from swarm.errors import (
     UnknownSessionError,
 )
 from swarm.net.base import HeldSession, guard_stream_chunk
-from swarm.net.grpc_status import typed_error
+from swarm.net.grpc_status import Ending, typed_error
 from swarm.net.transport import ByteStream, Contact
 
 if TYPE_CHECKING:
     from swarm.net.grpc import GrpcTransport, Link
 
+ENDED = (aio.AioRpcError, aio.InternalError, asyncio.InvalidStateError, asyncio.CancelledError)
+"""What the methods of a call raise when it has ended."""
 ACCEPTED_METADATA = (("swarm-accepted", "1"),)
 MAX_UNCONFIRMED_BYTES = 8 * MIB
 
@@ -42,7 +44,10 @@ class ServerStream(ByteStream):
     async def send(self, chunk: bytes) -> None:
         chunk = guard_stream_chunk(chunk, self._max_bytes)
         await self._transport.pacer.wait(len(chunk))
-        await self._context.write(chunk)
+        try:
+            await self._context.write(chunk)
+        except aio.InternalError as error:
+            raise ConnectionLostError("The caller went away.") from error
         self._transport.stats.sent_bytes += len(chunk)
 
     async def finish(self) -> None:
@@ -75,6 +80,7 @@ class ClientStream(ByteStream):
         self._held: HeldSession | None = None
         self._link: Link | None = None
         self._call: Any = None
+        self._ending: Ending | None = None
 
     async def open(self) -> None:
         """Start the call; does not wait for the other side unless a hello is needed."""
@@ -88,6 +94,7 @@ class ClientStream(ByteStream):
         self._link.active += 1
         self._link.streams[self] = None
         self._call = self._link.stream(self._path)(timeout=left_s, metadata=self._held.metadata)
+        self._ending = Ending(self._call)
         transport.stats.calls_made += 1
 
     async def send(self, chunk: bytes) -> None:
@@ -99,7 +106,7 @@ class ClientStream(ByteStream):
                 self._unconfirmed_bytes += len(chunk)
             try:
                 await self._call.write(chunk)
-            except (aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            except ENDED as error:
                 await self._recover(await self._meaning(error))
             if self._unconfirmed is not None and self._unconfirmed_bytes > MAX_UNCONFIRMED_BYTES:
                 await self._confirm()
@@ -111,16 +118,16 @@ class ClientStream(ByteStream):
                 self._finished = True
                 try:
                     await self._call.done_writing()
-                except (aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+                except ENDED as error:
                     await self._recover(await self._meaning(error))
 
     async def receive(self) -> bytes | None:
         while True:
-            call = self._call
+            call, ending = self._call, self._ending
             try:
                 chunk = await call.read()
-            except (aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
-                failure = await self._meaning(error, call)
+            except ENDED as error:
+                failure = await self._meaning(error, call, ending)
                 if failure is None:
                     return None
                 async with self._lock:
@@ -150,10 +157,9 @@ class ClientStream(ByteStream):
         if any(key == ACCEPTED_METADATA[0][0] for key, _ in metadata):
             self._unconfirmed = None
         else:  # refused: the status follows
-            await call.code()
             await self._recover(await self._meaning(asyncio.InvalidStateError()))
 
-    async def _meaning(self, error: BaseException, call: Any = None) -> SwarmError | None:
+    async def _meaning(self, error: BaseException, call: Any = None, ending: Ending | None = None) -> SwarmError | None:
         """The typed error of an ended call; none when it ended well. A cancellation of our own task is raised on."""
         call = call or self._call
         if isinstance(error, asyncio.CancelledError):
@@ -161,14 +167,10 @@ class ClientStream(ByteStream):
             if (task is not None and task.cancelling()) or not call.cancelled():
                 raise error
             return ConnectionLostError(f"The connection to peer {self._to.peer_id.short} was closed.")
-        if not isinstance(error, aio.AioRpcError):
-            code = await call.code()
-            if code.value[0] == 0:
-                return None
-            error = aio.AioRpcError(
-                code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-            )
-        return typed_error(error, self._to.peer_id, self._path, self._timeout_s)
+        ending = ending or self._ending
+        assert ending is not None
+        status = await ending.wait()
+        return None if status is None else typed_error(status, self._to.peer_id, self._path, self._timeout_s)
 
     async def _recover(self, error: SwarmError | None) -> None:
         """Open the stream again if it was never accepted and that can help; else raise the error. Holds the lock."""
@@ -195,7 +197,7 @@ class ClientStream(ByteStream):
                 await self._call.write(chunk)
             if self._finished:
                 await self._call.done_writing()
-        except (aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as again:
+        except ENDED as again:
             failure = await self._meaning(again)
             if failure is not None:
                 raise failure from again

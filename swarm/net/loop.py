@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from swarm.errors import LoopThreadError
@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 PEER_SWITCH_INTERVAL_S = 5e-4
 _POLL_S = 1.0
+_STOP_S = 2.0
 _FORK_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 
 
@@ -111,8 +112,17 @@ class LoopThread:
 
     def _stop(self) -> None:
         if self._thread.is_alive():
+            future = self.submit(self._cancel_all())
+            with suppress(TimeoutError):  # a task that resists cancellation must not keep the process alive
+                future.result(_STOP_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(2.0)
+            self._thread.join(_STOP_S)
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Process:

@@ -1,8 +1,8 @@
 """TLS pinned to identities: a certificate that carries the peer's Ed25519 identity, and how a dialer checks it.
 
 gRPC's TLS stack refuses Ed25519 certificates, so every peer has a second, persistent key (ECDSA P-256) with a
-self-signed certificate. An extension holds the identity's public key and its signature over the TLS key. The validity is
-fixed (1970 to 9999): peers do not need to agree on the time.
+self-signed certificate. An extension holds the identity's public key and its signature over the TLS key. The validity
+is fixed (1970 to 9999): peers do not need to agree on the time.
 """
 
 from __future__ import annotations

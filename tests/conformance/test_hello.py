@@ -61,6 +61,28 @@ async def assert_alive(caller: Transport, peer: Transport) -> None:
     assert await caller.call(peer.contact, ECHO, b"alive?", timeout_s=5) == b"alive?"
 
 
+async def say(dialer: BaseTransport, listener: BaseTransport, *messages: bytes) -> bytes:
+    """Send raw hello messages; returns the answer to the last."""
+    answer = b""
+    async with dialer._open_hello(listener.contact.addresses[0], listener.peer_id) as line:
+        for message in messages:
+            await line.send(message)
+            answer = await line.receive()
+    return answer
+
+
+async def hello_as(identity: KeyPair, dialer: BaseTransport, listener: BaseTransport) -> list[bytes]:
+    """Say hello with an identity, over the dialer's connection; returns what was sent."""
+    async with dialer._open_hello(listener.contact.addresses[0], listener.peer_id) as line:
+        hello = DialerHello(identity, dialer.authorizer, line.peer_id, line.certificate_hash)
+        sent = [hello.opening()]
+        await line.send(sent[0])
+        sent.append(hello.answer(await line.receive()))
+        await line.send(sent[1])
+        hello.finish(await line.receive())
+    return sent
+
+
 def test_dial_finds_out_who_answers(world: World) -> None:
     async def main() -> None:
         a, b = await pair(world)
@@ -121,17 +143,10 @@ def test_forged_signature_is_refused(world: World) -> None:
         thief = KeyPair.generate()
         thief.public_key = a.identity.public_key  # claims to be a, cannot sign as a
         with pytest.raises(BadSignatureError) as caught:
-            async with b_line(a, b) as line:
-                hello = DialerHello(thief, a.authorizer, line.peer_id, line.certificate_hash)
-                await line.send(hello.opening())
-                await line.send(hello.answer(await line.receive()))
-                await line.receive()
+            await hello_as(thief, a, b)
         assert caught.value.remote == str(b.peer_id)
         assert len(b.sessions) == 0
         await assert_alive(a, b)
-
-    def b_line(a: BaseTransport, b: BaseTransport):  # type: ignore[no-untyped-def]
-        return a._open_hello(b.contact.addresses[0], b.peer_id)
 
     world.run(main)
 
@@ -139,20 +154,10 @@ def test_forged_signature_is_refused(world: World) -> None:
 def test_replayed_hello_is_refused(world: World) -> None:
     async def main() -> None:
         a, b = await pair(world)
-        address = b.contact.addresses[0]
-        async with a._open_hello(address, b.peer_id) as line:
-            hello = DialerHello(a.identity, a.authorizer, line.peer_id, line.certificate_hash)
-            overheard = [hello.opening()]
-            await line.send(overheard[0])
-            overheard.append(hello.answer(await line.receive()))
-            await line.send(overheard[1])
-            hello.finish(await line.receive())
+        overheard = await hello_as(a.identity, a, b)
         eavesdropper = await serving(world)
         with pytest.raises(BadSignatureError):
-            async with eavesdropper._open_hello(address, b.peer_id) as line:
-                for message in overheard:
-                    await line.send(message)
-                    await line.receive()
+            await say(eavesdropper, b, *overheard)
         await assert_alive(a, b)
 
     world.run(main)
@@ -174,11 +179,10 @@ def test_relayed_hello_is_worthless_to_whoever_terminates_tls(world: World) -> N
         a, b = await pair(world)
         middle = await serving(world)
         # The dialer is connected to `middle`, which passes every message on to b and b's answers back.
+        hello = DialerHello(a.identity, a.authorizer, b.peer_id, middle.certificate_hash)
+        challenge = await say(middle, b, hello.opening())
         with pytest.raises(BadSignatureError):
-            async with middle._open_hello(b.contact.addresses[0], b.peer_id) as to_b:
-                hello = DialerHello(a.identity, a.authorizer, b.peer_id, middle.certificate_hash)
-                await to_b.send(hello.opening())
-                hello.answer(await to_b.receive())
+            hello.answer(challenge)
         assert len(b.sessions) == 0
 
     world.run(main)
@@ -191,9 +195,7 @@ def test_other_protocol_version_is_refused_with_the_upgrade_command(world: World
             protocol_version=2, run_id=RUN_ID, public_key=a.identity.public_key, nonce=secrets.token_bytes(32)
         )
         with pytest.raises(ProtocolVersionError, match="pip install --upgrade"):
-            async with a._open_hello(b.contact.addresses[0], b.peer_id) as line:
-                await line.send(pb.HelloFromDialer(opening=opening).SerializeToString())
-                await line.receive()
+            await say(a, b, pb.HelloFromDialer(opening=opening).SerializeToString())
         await assert_alive(a, b)
 
     world.run(main)
@@ -208,9 +210,7 @@ def test_garbage_in_hello_is_refused(world: World, garbage: bytes) -> None:
     async def main() -> None:
         a, b = await pair(world)
         with pytest.raises(MalformedFrameError):
-            async with a._open_hello(b.contact.addresses[0], b.peer_id) as line:
-                await line.send(garbage)
-                await line.receive()
+            await say(a, b, garbage)
         await assert_alive(a, b)
         assert b._pending_hellos == 0
 

@@ -61,6 +61,16 @@ async def pair(world: World) -> tuple[Transport, Transport]:
     return await serving(world), await serving(world)
 
 
+async def exchange(stream: ByteStream, chunk: bytes) -> bytes | None:
+    await stream.send(chunk)
+    return await stream.receive()
+
+
+async def call_often(caller: Transport, peer: Transport, times: int) -> None:
+    for _ in range(times):
+        await caller.call(peer.contact, ECHO, b"")
+
+
 async def assert_alive(caller: Transport, peer: Transport) -> None:
     assert await caller.call(peer.contact, ECHO, b"alive?", timeout_s=5) == b"alive?"
     async with caller.stream(peer.contact, PIPE, timeout_s=5) as stream:
@@ -333,8 +343,7 @@ def test_message_beyond_every_limit_is_refused_and_the_peer_lives(world: World) 
             await a.call(b.contact, UnaryMethod(ECHO.path, bytes, bytes, max_bytes=64 * MIB), bytes(8 * MIB))
         async with a.stream(b.contact, PIPE, timeout_s=10) as stream:
             with pytest.raises(FrameTooLargeError):
-                await stream.send(bytes(8 * MIB))
-                await stream.receive()
+                await exchange(stream, bytes(8 * MIB))
         async with b.stream(a.contact, PIPE, timeout_s=10) as stream:
             with pytest.raises(FrameTooLargeError):
                 await stream.send(bytes(8 * MIB))
@@ -375,8 +384,7 @@ def test_rate_limit_goes_by_peer_id(world: World) -> None:
         a, b = await pair(world)
         c = await serving(world, config=local(max_calls_per_s=10))
         with pytest.raises(RateLimitedError):
-            for _ in range(40):
-                await a.call(c.contact, ECHO, b"")
+            await call_often(a, c, 40)
         await b.call(c.contact, ECHO, b"")  # others are not affected
         await asyncio.sleep(0.5)
         await a.call(c.contact, ECHO, b"")  # and neither is it, after a pause
