@@ -73,7 +73,8 @@ class Dht:
 
     @property
     def held(self) -> int:
-        """How many records this peer keeps for the run."""
+        """How many live records this peer keeps for the run."""
+        self._storage.expire(self._do.runtime.clock.time())
         return len(self._storage)
 
     async def start(self) -> None:

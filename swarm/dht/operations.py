@@ -150,7 +150,8 @@ class Operations:
         for copy in copies:
             outcome = placed[copy.record.place_id]
             try:
-                self.storage.offer(copy, self.runtime.clock.time())
+                if self.storage.offer(copy, self.runtime.clock.time()) and self.protocol.on_held is not None:
+                    self.protocol.on_held(copy.record.key)
             except RecordRefusedError as error:
                 outcome.outdated_by = max(outcome.outdated_by, error.record_version)
                 self.runtime.emit(RecordRefused(reason=error.reason, sender=str(self.book.me.contact.peer_id)))

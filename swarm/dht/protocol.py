@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.config import DhtConfig
@@ -84,6 +84,8 @@ class Protocol:
         self._budget_bytes = transport.config.transport.max_control_bytes * 3 // 4
         self._to_ping: dict[PeerId, PeerNode] = {}
         self.checker = Checker(transport.run_id, config.max_body_bytes)
+        self.on_held: Callable[[str], None] | None = None
+        """Called with the key of every record that is newly held here."""
         self.may_store = True
         """False once a peer has said that our role must not store."""
 
@@ -242,7 +244,8 @@ class Protocol:
             try:
                 if isinstance(copy, RecordRefusedError):
                     raise copy
-                self._storage.offer(copy, self._runtime.clock.time())
+                if self._storage.offer(copy, self._runtime.clock.time()) and self.on_held is not None:
+                    self.on_held(copy.record.key)
             except RecordRefusedError as error:
                 result.status = Refusal[error.reason.upper()]
                 result.record_version = error.record_version

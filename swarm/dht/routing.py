@@ -98,7 +98,7 @@ class Bucket(KBucket):  # type: ignore[misc]
         return True
 
     def depth(self) -> int:
-        """Bits of the prefix that ids of this range share (the package counts what the present nodes happen to share)."""
+        """Bits that all ids of this range share (the package counts what the present nodes happen to share)."""
         return ID_BITS - (self.range[1] - self.range[0]).bit_length()
 
     def crowded(self, node: PeerNode) -> bool:

@@ -33,6 +33,7 @@ class Upkeep:
         self._book = operations.book
         self._holders: dict[str, tuple[bytes, ...]] = {}
         self._seeds: dict[PeerId, Contact] = {}
+        operations.protocol.on_held = self._note_holders
 
     def remember(self, contacts: Sequence[Contact]) -> None:
         """Peers to return to when everybody else is lost."""
@@ -72,6 +73,11 @@ class Upkeep:
         count = self._do.config.replication
         nodes = [*self._book.table.nearest(target, count), self._book.me]
         return sorted(nodes, key=lambda n: n.long_id ^ target)[:count]
+
+    def _note_holders(self, key: str) -> None:
+        """Who a key's record went to, as far as we can tell: the nearest at the time when it came."""
+        if key not in self._holders:
+            self._holders[key] = tuple(node.id for node in self._nearest(key))
 
     async def _hand_over(self) -> None:
         """Give our records to peers that became one of a key's nearest since the last round."""
