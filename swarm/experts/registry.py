@@ -191,6 +191,11 @@ def _probe(grid: ExpertGrid) -> ExpertProfile:
             fix="Correct the config or the class; it must also run on torch's meta device.",
         ) from error
     (first, single, small), (second, _, large) = runs
+    if any(p.dtype is torch.float16 for p in module.parameters()):
+        raise ConfigError(
+            f"The parameters of {grid.module_name!r} are float16, in which optimizer steps overflow.",
+            fix="Use float32 or bfloat16 parameters.",
+        )
     outputs = tuple(_output_spec(grid, a, b) for a, b in zip(first, second, strict=True))
     state = [*module.parameters(), *module.buffers()]
     return ExpertProfile(

@@ -16,6 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+_RAND_LIKE = torch.ops.aten.rand_like.default
+_RANDN_LIKE = torch.ops.aten.randn_like.default
+_GENERATOR_VARIANTS = {"default": "generator", "low": "low_generator"}
+"""Factories such as `aten::rand` take a generator in an overload of their own."""
 
 
 def expert_seed(run_id: bytes, uid: str) -> int:
@@ -59,6 +63,13 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = self._generator(device)
         if any(a.name == "generator" for a in func._schema.arguments):
             return func(*args, **{**kwargs, "generator": generator})
+        variant = getattr(func.overloadpacket, _GENERATOR_VARIANTS.get(func._overloadname, ""), None)
+        if variant is not None:
+            return variant(*args, **{**kwargs, "generator": generator})
+        if func is _RAND_LIKE:
+            return torch.empty_like(*args, **kwargs).uniform_(generator=generator)
+        if func is _RANDN_LIKE:
+            return torch.empty_like(*args, **kwargs).normal_(generator=generator)
         if func is _NATIVE_DROPOUT:
             return _dropout(generator, *args, **kwargs)
         return _with_default_generator(generator, lambda: func(*args, **kwargs))
