@@ -388,17 +388,20 @@ class _Download:
                     raise TruncatedStreamError(f"The donor ended the stream before chunk {index}.")
                 verifying.append((index, asyncio.create_task(self._runtime.offload(self._partial.place, index, chunk))))
                 if len(verifying) >= VERIFY_WINDOW:
-                    await self._verified(*verifying.popleft(), corrupt)
+                    await self._verify_oldest(verifying, corrupt)
             while verifying:
-                await self._verified(*verifying.popleft(), corrupt)
+                await self._verify_oldest(verifying, corrupt)
         finally:
             # Threads of the pool write into the partial snapshot: it is the caller's again only when they are done.
             if verifying:
-                await asyncio.gather(*(task for _, task in verifying), return_exceptions=True)
+                await asyncio.wait([task for _, task in verifying])
         return corrupt
 
-    async def _verified(self, index: int, task: asyncio.Task[bool], corrupt: list[int]) -> None:
-        if not await task:
+    async def _verify_oldest(self, verifying: deque[tuple[int, asyncio.Task[bool]]], corrupt: list[int]) -> None:
+        index, task = verifying[0]
+        placed = await asyncio.shield(task)
+        verifying.popleft()
+        if not placed:
             corrupt.append(index)
         elif self._progress is not None:
             self._progress(self._partial.done_bytes, self._partial.total_bytes)

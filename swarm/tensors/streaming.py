@@ -53,7 +53,7 @@ async def send_tensors(
         return
     following = _encode_next(runtime, chunks)
     try:
-        while (ready := await following) is not None:
+        while (ready := await asyncio.shield(following)) is not None:
             following = _encode_next(runtime, chunks)
             await stream.send(ready)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,31 @@ def test_a_cancelled_sender_leaves_no_task() -> None:
         with pytest.raises(asyncio.CancelledError):
             await sending
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_sender_waits_until_the_pool_no_longer_reads_the_tensors() -> None:
+    gate, ended = threading.Event(), threading.Event()
+
+    class Gated(Runtime):
+        async def offload(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            def gated() -> Any:
+                gate.wait(20)
+                result = fn(*args, **kwargs)
+                ended.set()
+                return result
+
+            return await super().offload(gated)
+
+    async def main() -> None:
+        sending = asyncio.ensure_future(send_tensors(QueueStream(), Gated(), {}, [LARGE], "bf16", 100_000))
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert ended.is_set()
 
     asyncio.run(main())
 
