@@ -354,9 +354,14 @@ def _modules_of(experts: Sequence[ExpertGrid], known: Sequence[str]) -> list[str
         if module is None or module in (*known, *modules) or module.startswith("swarm.experts"):
             continue
         if module == "__main__":
-            raise UsageError(
-                f"The expert class {grid.module_name!r} is defined in the script, which host processes cannot import.",
-                fix="Move the class into a module.",
-            )
+            script = getattr(sys.modules["__main__"], "__file__", None)
+            if script is None or not script.endswith(".py"):
+                raise UsageError(
+                    f"The expert class {grid.module_name!r} is defined where host processes cannot import it.",
+                    fix="Move the class into a module.",
+                )
+            module = str(Path(script).resolve())
+            if module in (*known, *modules):
+                continue
         modules.append(module)
     return modules
