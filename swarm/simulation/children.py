@@ -25,6 +25,7 @@ from swarm.simulation.status import (
 
 POLL_S = 0.02
 LOG_TAIL_LINES = 15
+FREEZE_TIMEOUT_S = 2.0
 
 
 def spawn(arguments: list[str], *, log: Path | None = None, threads: int = 1) -> subprocess.Popen[bytes]:
@@ -164,8 +165,12 @@ class ChildProcess:
     def freeze(self) -> None:
         """Suspend the process: it keeps its connections but does nothing."""
         with self._lock:
-            self._process().suspend()
+            process = self._process()
+            process.suspend()
             self.frozen = True
+            deadline = time.monotonic() + FREEZE_TIMEOUT_S
+            while process.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+                time.sleep(POLL_S)  # the signal takes effect a little later
 
     def thaw(self) -> None:
         """Let a frozen process go on; does nothing if it has ended or is not frozen."""
