@@ -60,7 +60,7 @@ def main() -> None:
         moe = swarm.MixtureOfExperts(peer, "gated", dim=HID, k=2)
         model = Model(moe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for step in range(101):
+        for step in range(61):
             x = torch.randn(64, HID)
             y = (x[:, :1] * x[:, 1:2]).sin()  # not linear: the head alone cannot learn it
             loss = F.mse_loss(model(x), y) + moe.aux_loss()
