@@ -47,7 +47,10 @@ def saturating_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     cast = tensor.to(dtype)
     limit = torch.finfo(dtype).max
-    if torch.finfo(tensor.dtype).max <= limit or bool(torch.isfinite(cast.sum(dtype=torch.float32))):
+    if torch.finfo(tensor.dtype).max <= limit:
+        return cast
+    # A sum of bf16 is accumulated in fp32, and its range is that of fp32; a sum of fp16 would overflow soon.
+    if math.isfinite(cast.sum(dtype=torch.float32 if dtype == torch.float16 else None).item()):
         return cast
     wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
     return torch.where(tensor.isinf(), cast, wide.clamp(-limit, limit).to(dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,7 +129,7 @@ def is_finite(tensor: Tensor) -> bool:
             bool(torch.isfinite(block.float()).all()) for block in torch.split(tensor.reshape(-1), _FINITE_BLOCK)
         )
     # A finite sum proves finite terms and is four times cheaper; large finite terms may still overflow it.
-    if torch.isfinite(tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < _FLOAT32_BYTES else None)):
+    if math.isfinite(tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < _FLOAT32_BYTES else None).item()):
         return True
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
