@@ -94,6 +94,7 @@ def command(
             _run_first_peer(reporter, described, config, folder, [Role.BOOTSTRAP, *(role or ())], expires, log_file)
     except KeyboardInterrupt:
         reporter.close()
+        typer.echo("swarm: aborted", err=True)
         raise typer.Exit(ABORTED_EXIT_CODE) from None
 
 
@@ -106,6 +107,8 @@ def _run_first_peer(
     expires: str,
     log_file: Path | None,
 ) -> None:
+    # said before torch is imported, which takes a moment
+    reporter.say(f"JOINING  {described.name}: starting its first peer", "state", state="JOINING")
     from swarm.cli.watching import event_stream, run_until_stopped
     from swarm.experts.registry import import_modules
     from swarm.run import create_run

@@ -101,6 +101,7 @@ def command(
             _take_part(reporter, text, chosen, config.model_copy(update={"data_dir": folder}), imports or [], log_file)
     except KeyboardInterrupt:
         reporter.close()
+        typer.echo("swarm: aborted", err=True)
         raise typer.Exit(ABORTED_EXIT_CODE) from None
 
 

@@ -13,6 +13,7 @@ from swarm.cli.stopping import run_to_end, stopping
 from swarm.clock import SystemClock
 from swarm.errors import ConfigError
 from swarm.events import EventStream, Stamped
+from swarm.net.addresses import LoopbackOnly
 from swarm.runs.membership import PeerState, PeerStateChanged
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ def event_stream(reporter: Reporter, run_name: str, log_file: Path | None) -> It
         # LEAVING is told by `run_until_stopped`, on the main thread, which also names the way out
         if isinstance(stamped.event, PeerStateChanged) and stamped.event.state != PeerState.LEAVING:
             reporter.say(f"{stamped.event.state}  {run_name}", "state", state=stamped.event.state)
+        if isinstance(stamped.event, LoopbackOnly):
+            where = ", ".join(stamped.event.addresses)
+            note = f"Only this machine can reach {where}; for others, name an address with --announce."
+            reporter.say(f"Note: {note}", "notice", message=note)
 
     events.subscribe(tell)
     try:

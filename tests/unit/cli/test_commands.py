@@ -141,7 +141,7 @@ def test_create_as_json(calls: list[dict[str, Any]], tmp_path: Path) -> None:
     assert Invite.decode(created["invites"]["trainer"], wall_s=1e13).roles == (Role.TRAINER,)
     assert created["data_dir"] == str(folder)
     assert calls[0]["roles"] == [Role.BOOTSTRAP, Role.HOST]
-    assert [line["kind"] for line in lines if line["kind"] != "status"] == ["created", "state", "left"]
+    assert [line["kind"] for line in lines if line["kind"] != "status"] == ["state", "created", "state", "left"]
     status = next(line for line in lines if line["kind"] == "status")
     assert (status["experts"], status["peers"], status["state"]) == (2, 1, "ONLINE")
 
@@ -268,4 +268,6 @@ def test_ctrl_c_while_joining_aborts(calls: list[dict[str, Any]], monkeypatch: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["swarm.run"], "join", interrupted)
-    assert invoke("join", invite_for(Role.HOST)).exit_code == 130
+    result = invoke("join", invite_for(Role.HOST))
+    assert result.exit_code == 130
+    assert result.output.endswith("swarm: aborted\n")
