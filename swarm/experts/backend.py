@@ -176,7 +176,10 @@ class ExpertBackend:
         """One batch on the expert's device; a lone request is not copied."""
         if len(groups) == 1:
             return [t.to(self.device) for t in groups[0]]
-        return [torch.cat(tensors).to(self.device) for tensors in zip(*groups, strict=True)]
+        try:
+            return [torch.cat(tensors).to(self.device) for tensors in zip(*groups, strict=True)]
+        except RuntimeError as error:
+            raise SchemaMismatchError(f"The tensors for {self.uid} do not fit together: {str(error)[:200]}") from error
 
     @staticmethod
     def _parts(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[list[Tensor]]:

@@ -7,7 +7,8 @@ at most a surplus replica for a while, never a missing one:
 - *Missing* replicas are assigned to hosts within equal quotas, by rendezvous order. A host that does not do its part is
   stood in for by the next in that order after some ticks.
 - *Imbalance*: while nothing is missing, a host below its quota takes an expert over from one above, if it comes before
-  that one in the expert's rendezvous order.
+  that one in the expert's rendezvous order. The same relieves a full host so that it can take what is missing, when
+  those with room hold it already.
 - *Surplus*: the last holder in rendezvous order, and only that one, gives a surplus replica up. The order depends on
   nothing that changes, so two holders never both believe that they are last.
 
@@ -90,13 +91,13 @@ class Placement:
         everybody = [own, *(h for h in others if h.peer_id != self.peer_id)]
         view = _View([h for h in everybody if not h.leaving], self._replicas)
         takes = self._missing(view)
-        calm = not view.missing
-        if not takes and calm:
-            takes = self._rebalancing(view)
-        else:
+        if view.missing:
             self._imbalance_ticks = 0
+            takes = takes or self._making_room(view)
+        else:
+            takes = self._rebalancing(view)
         known = [h for h in everybody if h.peer_id != self.peer_id]
-        return [*(Take(uid, donors_of(uid, known)) for uid in takes), *(self._surplus(view) if calm else ())]
+        return [*(Take(uid, donors_of(uid, known)) for uid in takes), *self._surplus(view)]
 
     def _missing(self, view: _View) -> list[str]:
         self._missing_ticks = {uid: self._missing_ticks.get(uid, 0) + 1 for uid in view.missing}
@@ -116,6 +117,21 @@ class Placement:
                 view.assign(self.peer_id)
                 takes.append(uid)
         return takes
+
+    def _making_room(self, view: _View) -> list[str]:
+        """One expert to take over from a full host, so that it can take a missing one that we hold already."""
+        stuck = [u for u in view.missing if self._missing_ticks[u] >= PATIENCE_TICKS and not view.candidates(u)]
+        for missing in stuck:
+            for uid in view.uids:
+                holders = rendezvous_order(uid, view.holders[uid])
+                if len(holders) != view.target(uid) or holders[-1] in view.holders[missing]:
+                    continue
+                heirs = [p for p in view.candidates(uid) if p in view.holders[missing]]
+                last = rendezvous_score(uid, holders[-1])
+                heirs = [p for p in heirs if rendezvous_score(uid, p) > last]
+                if heirs:
+                    return [uid] if heirs[0] == self.peer_id else []
+        return []
 
     def _rebalancing(self, view: _View) -> list[str]:
         """Experts to take over from hosts above their quota."""

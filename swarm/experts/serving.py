@@ -200,17 +200,17 @@ class ExpertServer:
         if backend is None:
             raise UnknownExpertError(f"This host does not hold {part.uid}.", fix="Refresh the directory of experts.")
         if request.direction == "forward":
-            job, inputs = self._forward_job(request, part, backend, tensors)
+            job, tensors = self._forward_job(request, part, backend, tensors)
         else:
-            job, inputs = self._backward_job(peer_id, part, backend, tensors)
-        first = inputs[0]
+            job, tensors = self._backward_job(peer_id, part, backend, tensors)
+        first = tensors[0]
         work = Work(
             key=BatchKey(
                 part.uid,
                 request.direction,
                 request.train,
                 request.grad_scale,
-                tuple(tuple(t.shape[1:]) for t in inputs),
+                tuple(tuple(t.shape[1:]) for t in tensors),
             ),
             tokens=max(1, first.numel() // max(1, first.shape[-1]) if first.dim() > 1 else first.numel()),
             expires_s=self._runtime.clock.time() + request.timeout_s,
@@ -220,6 +220,7 @@ class ExpertServer:
         self._worker.submit(work)
         return work
 
+    # both return the job, and all tensors whose sizes decide what it can be computed together with
     def _forward_job(
         self, request: CallRequest, part: PartRequest, backend: ExpertBackend, tensors: list[Tensor]
     ) -> tuple[Any, list[Tensor]]:
@@ -245,7 +246,7 @@ class ExpertServer:
         _fits(f"The gradients for {part.uid}", grads, profile.outputs, rows=inputs[0].shape[0])
         if graph is None:
             self.stats.recomputed_parts += 1
-        return BackwardJob(peer_id, part.request_id, inputs, grads, part.apply, graph), inputs
+        return BackwardJob(peer_id, part.request_id, inputs, grads, part.apply, graph), [*inputs, *grads]
 
     def _respond(
         self,

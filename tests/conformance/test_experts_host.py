@@ -189,7 +189,14 @@ def test_parts_of_several_experts_travel_in_one_call_and_fail_on_their_own(world
         await swarm.begin()
         await swarm.settled(1)
         x = torch.randn(4, HID)
-        sent = [("ffn.0.0", x), ("ffn.9.9", x), ("fragile.0", x + 1e4), ("ffn.0.1", x[:, :3]), ("ffn.1.1", x * float("nan")), ("fragile.0", x)]  # fmt: skip
+        sent = [
+            ("ffn.0.0", x),
+            ("ffn.9.9", x),
+            ("fragile.0", x + 1e4),
+            ("ffn.0.1", x[:, :3]),
+            ("ffn.1.1", x * float("nan")),
+            ("fragile.0", x),
+        ]
         parts = tuple(PartRequest(uid, swarm.ids.next(), 1) for uid, _ in sent)
         response, found = await swarm.send(
             swarm.endpoints[0].contact, CallRequest("forward", parts), [t for _, t in sent]
@@ -290,10 +297,10 @@ def test_nan_and_infinity_are_refused_and_change_nothing(world: World, bad: str)
         with pytest.raises(NonFiniteError):
             await swarm.one("ffn.0.0", "backward", [x, grad], request_id, apply=True, with_inputs=True)
         # finite, but the parameters' gradients overflow
+        huge = torch.full((3, HID), 3e38)
+        x = torch.randn(3, HID)
         with pytest.raises(NonFiniteError):
-            await swarm.one(
-                "ffn.0.0", "backward", [torch.randn(3, HID), torch.full((3, HID), 3e38)], swarm.ids.next(), apply=True, with_inputs=True
-            )  # fmt: skip
+            await swarm.one("ffn.0.0", "backward", [x, huge], swarm.ids.next(), apply=True, with_inputs=True)
         after = swarm.hosts[0].backend("ffn.0.0").module.state_dict()
         assert all(torch.equal(before[k], after[k]) for k in before)
         assert swarm.hosts[0].held["ffn.0.0"] == 0
@@ -539,7 +546,7 @@ def test_the_last_host_leaves_at_once_and_says_what_is_lost(world: World) -> Non
             await swarm.hosts[0].close(drain=True)
         [event] = swarm.events(0, HandOverIncomplete)
         assert (event.count, event.experts) == (2, ("ffn.0", "ffn.1"))
-        assert [e for e in await swarm.trainer.dht.get("experts/ffn", fresh=True)] == []
+        assert await swarm.trainer.dht.get("experts/ffn", fresh=True) == []
 
     run(world, body)
 

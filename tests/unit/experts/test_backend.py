@@ -1,0 +1,329 @@
+"""One expert on a device: batches, gradients, failures of single requests; and its state as a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swarm.errors import (
+    ExpertFailedError,
+    NonFiniteError,
+    SchemaMismatchError,
+    StaleRequestError,
+)
+from swarm.experts.backend import (
+    MAX_GRADIENT_NORM,
+    BackwardJob,
+    BackwardResult,
+    ExpertBackend,
+    ForwardJob,
+    ForwardResult,
+)
+from swarm.experts.layers import FeedForward
+from swarm.experts.registry import build_expert
+from swarm.experts.replicas import capture, restore
+from swarm.experts.spec import ExpertGrid, OptimizerSpec, TensorSpec, expert, registered
+from swarm.identity import PeerId
+from swarm.state.transfer import Snapshot
+
+RUN, PEER, HID = bytes(32), PeerId(bytes(32)), 6
+
+
+@pytest.fixture(autouse=True)
+def _restore_registry() -> Iterator[None]:
+    before = dict(registered)
+    yield
+    registered.clear()
+    registered.update(before)
+
+
+def grid(module: str = "ffn", optimizer: OptimizerSpec | None = None, **config: Any) -> ExpertGrid:
+    return ExpertGrid(
+        "a.[0:2]", module, config={"hid": HID, **config}, optimizer=optimizer or OptimizerSpec("sgd", lr=0.1)
+    )
+
+
+def backend(*args: Any, **kwargs: Any) -> ExpertBackend:
+    return ExpertBackend(grid(*args, **kwargs), "a.0", RUN)
+
+
+_numbers = iter(range(1, 1 << 30))
+
+
+def rid() -> bytes:
+    return b"noncenon" + next(_numbers).to_bytes(8, "big")
+
+
+def forward(b: ExpertBackend, *xs: Tensor, train: bool = True, keep: bool = True) -> list[ForwardResult]:
+    results = b.forward([ForwardJob(rid(), [x], train, keep) for x in xs])
+    assert all(isinstance(r, ForwardResult) for r in results)
+    return results  # type: ignore[return-value]
+
+
+def job(x: Tensor, g: Tensor, apply: bool = True, **kwargs: Any) -> BackwardJob:
+    return BackwardJob(PEER, kwargs.pop("request_id", None) or rid(), [x], [g], apply, **kwargs)
+
+
+def weights(b: ExpertBackend) -> list[Tensor]:
+    return [p.detach().clone() for p in b.module.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_batch_gives_each_request_its_own_rows() -> None:
+    b = backend()
+    xs = [torch.randn(n, HID) for n in (3, 1, 0, 2)]
+    for x, result in zip(xs, forward(b, *xs), strict=True):
+        torch.testing.assert_close(result.outputs[0], b.module(x))
+        assert result.graph is None, "a batch of several keeps no graph"
+
+
+def test_a_kept_graph_and_a_recomputed_one_agree_and_a_stale_graph_is_not_used() -> None:
+    b = backend()
+    x, g = torch.randn(4, HID), torch.randn(4, HID)
+    [kept], [stale] = forward(b, x), forward(b, x)
+    [by_graph] = b.backward([job(x, g, apply=False, graph=kept.graph)])
+    [recomputed] = b.backward([job(x, g, apply=False)])
+    assert isinstance(by_graph, BackwardResult)
+    assert isinstance(recomputed, BackwardResult)
+    torch.testing.assert_close(by_graph.grad_inputs, recomputed.grad_inputs)
+    b.backward([job(x, g)])
+    [late] = b.backward([job(x, g, apply=False, graph=stale.graph)])
+    [fresh] = b.backward([job(x, g, apply=False)])
+    assert isinstance(late, BackwardResult)
+    assert isinstance(fresh, BackwardResult)
+    assert torch.equal(late.grad_inputs[0], fresh.grad_inputs[0])
+    assert not torch.equal(late.grad_inputs[0], recomputed.grad_inputs[0])
+    assert (b.weight_version, b.applied_requests) == (1, 1)
+
+
+def test_evaluation_keeps_nothing_and_switches_dropout_off() -> None:
+    b = ExpertBackend(ExpertGrid("a", "transformer", config={"hid": 8, "dropout": 0.5}), "a", RUN)
+    x = torch.randn(2, 3, 8)
+    request = rid()
+    first, second = (b.forward([ForwardJob(request, [x], train=False)])[0] for _ in range(2))
+    assert isinstance(first, ForwardResult)
+    assert isinstance(second, ForwardResult)
+    assert torch.equal(first.outputs[0], second.outputs[0])
+    assert first.graph is None
+    trained = b.forward([ForwardJob(request, [x])])[0]
+    assert isinstance(trained, ForwardResult)
+    assert not torch.equal(first.outputs[0], trained.outputs[0])
+
+
+def test_dropout_of_a_batch_is_that_of_each_request_alone() -> None:
+    b = ExpertBackend(ExpertGrid("a", "transformer", config={"hid": 8, "dropout": 0.5}), "a", RUN)
+    jobs = [ForwardJob(rid(), [torch.randn(2, 3, 8)]) for _ in range(3)]
+    together = b.forward(jobs)
+    alone = [b.forward([j])[0] for j in jobs]
+    for a, c in zip(together, alone, strict=True):
+        assert isinstance(a, ForwardResult)
+        assert isinstance(c, ForwardResult)
+        assert torch.equal(a.outputs[0], c.outputs[0])
+
+
+def test_the_gradient_is_clipped_after_the_scale_is_taken_out() -> None:
+    b = backend(optimizer=OptimizerSpec("sgd", lr=1.0, clip_norm=0.5))
+    before = weights(b)
+    x, g = torch.randn(4, HID), 100 * torch.randn(4, HID)
+    [result] = b.backward([job(x, g * 64)], grad_scale=64.0)
+    assert isinstance(result, BackwardResult)
+    moved = torch.cat([(p - q).flatten() for p, q in zip(weights(b), before, strict=True)])
+    assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
+    tiny = backend(optimizer=OptimizerSpec("sgd", lr=1.0, clip_norm=1e6))
+    plain = backend(optimizer=OptimizerSpec("sgd", lr=1.0))
+    for other in (tiny, plain):
+        other.backward([job(x, g)])
+    assert same(weights(tiny), weights(plain))
+
+
+def test_one_bad_request_spoils_neither_the_others_nor_the_step() -> None:
+    b, alone = backend(), backend()
+    x, g = torch.randn(4, HID), torch.randn(4, HID)
+    nan = torch.full((1, HID), float("nan"))
+    request = rid()
+    jobs = [
+        job(x, g, request_id=request),
+        job(nan, g[:1]),
+        job(x[:1], nan),
+        job(x[:2], torch.full((2, HID), 3e38)),
+        job(x, g, request_id=request),
+        job(x, g[:, :2]),
+    ]
+    results = b.backward(jobs)
+    kinds = [NonFiniteError, NonFiniteError, NonFiniteError, StaleRequestError]
+    assert [type(r) for r in results[1:5]] == kinds
+    assert isinstance(results[5], SchemaMismatchError | ExpertFailedError)
+    [expected] = alone.backward([job(x, g)])
+    assert isinstance(results[0], BackwardResult)
+    assert isinstance(expected, BackwardResult)
+    torch.testing.assert_close(results[0].grad_inputs, expected.grad_inputs)
+    assert results[0].applied
+    assert same(weights(b), weights(alone))
+    assert (b.weight_version, b.applied_requests) == (1, 1)
+
+
+def test_a_batch_in_which_nothing_is_left_changes_nothing() -> None:
+    b = backend(optimizer=OptimizerSpec("adamw", lr=1.0))
+    before = weights(b)
+    huge = torch.full((1, HID), MAX_GRADIENT_NORM * 10)
+    results = b.backward([job(torch.randn(1, HID), huge)])
+    assert isinstance(results[0], NonFiniteError)
+    assert same(weights(b), before)
+    assert b.weight_version == 0
+    assert all(p.grad is None for p in b.parameters)
+
+
+def test_a_sum_that_overflows_fails_all_and_changes_nothing() -> None:
+    b = backend(optimizer=OptimizerSpec("sgd", lr=1.0))
+    x = torch.randn(1, HID)
+    [probe] = b.backward([job(x, torch.ones(1, HID), apply=False)])
+    assert isinstance(probe, BackwardResult)
+    before = weights(b)
+    # each alone is just below the limit: the norm grows with the gradient
+    low, high = 1.0, MAX_GRADIENT_NORM
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        trial = backend().backward([job(x, torch.full((1, HID), middle))])
+        low, high = (middle, high) if isinstance(trial[0], BackwardResult) else (low, middle)
+    [kept] = forward(b, x)
+    [other] = forward(b, x)
+    g = torch.full((1, HID), low * 0.9)
+    results = b.backward([job(x, g, graph=kept.graph), job(x, g, graph=other.graph)])
+    assert [type(r) for r in results] == [NonFiniteError, NonFiniteError]
+    assert same(weights(b), before)
+
+
+def test_gradients_without_apply_come_without_a_step_and_mix_with_others() -> None:
+    b, alone = backend(), backend()
+    x, g = torch.randn(3, HID), torch.randn(3, HID)
+    results = b.backward([job(x, g), job(2 * x, g, apply=False)])
+    assert [r.applied for r in results if isinstance(r, BackwardResult)] == [True, False]
+    alone.backward([job(x, g)])
+    assert same(weights(b), weights(alone))
+
+
+def test_an_expert_without_parameters_passes_gradients_through() -> None:
+    b = backend("nop")
+    x, g = torch.randn(3, HID), torch.randn(3, HID)
+    [kept] = forward(b, x)
+    [result] = b.backward([job(x, g, graph=kept.graph)])
+    assert isinstance(result, BackwardResult)
+    assert torch.equal(result.grad_inputs[0], g)
+    assert (result.applied, b.weight_version, b.optimizer) == (True, 0, None)
+
+
+def test_experts_with_several_inputs_and_their_own_failures() -> None:
+    @expert("odd", inputs=lambda c: [TensorSpec((None,), "int64"), TensorSpec((None, 4)), TensorSpec((None, 4))])
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4)
+            self.wrong = False
+
+        def forward(self, index: Tensor, x: Tensor, unused: Tensor) -> Any:
+            return x.sum() if self.wrong else (self.table(index) * x, index)
+
+    b = ExpertBackend(ExpertGrid("a", Odd, optimizer=OptimizerSpec("sgd", lr=0.1)), "a", RUN)
+    inputs = [torch.tensor([1, 2]), torch.randn(2, 4), torch.randn(2, 4)]
+    grads = [torch.randn(2, 4), torch.zeros(2, dtype=torch.int64)]
+    [result] = b.backward([BackwardJob(PEER, rid(), inputs, grads, True)])
+    assert isinstance(result, BackwardResult)
+    assert [tuple(t.shape) for t in result.grad_inputs] == [(0,), (2, 4), (2, 4)]
+    assert not result.grad_inputs[2].any()
+    assert b.weight_version == 1
+    [bad] = b.forward([ForwardJob(rid(), [torch.tensor([11, 0]), *inputs[1:]])])
+    assert isinstance(bad, ExpertFailedError)
+    assert "IndexError" in bad.message
+    b.module.wrong = True  # type: ignore[assignment]
+    [bad] = b.forward([ForwardJob(rid(), inputs)])
+    assert isinstance(bad, ExpertFailedError)
+
+
+def test_outputs_that_overflow_are_refused() -> None:
+    b = backend()
+    with torch.no_grad():
+        b.module.up.weight.fill_(3e38)  # type: ignore[union-attr, operator]
+    [result] = b.forward([ForwardJob(rid(), [torch.randn(2, HID)])])
+    assert isinstance(result, NonFiniteError)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "rmsprop", "nadam"])
+def test_a_copy_trains_on_like_the_original(name: str) -> None:
+    spec = OptimizerSpec(name, lr=0.05, momentum=0.9) if name == "sgd" else OptimizerSpec(name, lr=0.05)
+    original, copy = backend(optimizer=spec), backend(optimizer=spec)
+    batches = [(torch.randn(3, HID), torch.randn(3, HID)) for _ in range(5)]
+    for x, g in batches[:3]:
+        original.backward([job(x, g)])
+    restore(copy, capture(original))
+    assert (copy.weight_version, copy.own_steps) == (3, 0)
+    assert same(weights(copy), weights(original))
+    for x, g in batches[3:]:
+        original.backward([job(x, g)])
+        copy.backward([job(x, g)])
+    assert same(weights(copy), weights(original))
+    assert (copy.weight_version, copy.own_steps) == (5, 2)
+
+
+def test_a_snapshot_does_not_change_with_the_expert() -> None:
+    b = backend()
+    snapshot = capture(b)
+    before = {n: t.clone() for n, t in snapshot.tensors.items()}
+    b.backward([job(torch.randn(3, HID), torch.randn(3, HID))])
+    assert all(torch.equal(before[n], t) for n, t in snapshot.tensors.items())
+    assert same([t for n, t in before.items()], weights(backend()))
+
+
+def _snapshot(change: str) -> Snapshot:
+    b = backend(optimizer=OptimizerSpec("adamw", lr=0.1))
+    b.backward([job(torch.randn(3, HID), torch.randn(3, HID))])
+    good = capture(b)
+    tensors, metadata = {n: t.clone() for n, t in good.tensors.items()}, dict(good.metadata)
+    if change == "uid":
+        metadata["uid"] = "a.1"
+    elif change == "version":
+        metadata["weight_version"] = -1
+    elif change == "missing":
+        del tensors["model.up.bias"]
+    elif change == "shape":
+        tensors["model.up.bias"] = tensors["model.up.bias"][1:]
+    elif change == "dtype":
+        tensors["model.up.bias"] = tensors["model.up.bias"].double()
+    elif change == "nan":
+        tensors["model.up.bias"][0] = float("nan")
+    elif change == "moment":
+        tensors["optimizer.0.exp_avg"][0] = float("inf")
+    elif change == "index":
+        tensors["optimizer.99.exp_avg"] = torch.zeros(1)
+    elif change == "size":
+        tensors["optimizer.0.exp_avg"] = torch.zeros(1000)
+    elif change == "name":
+        tensors["extra"] = torch.zeros(1)
+    elif change == "scalars":
+        metadata["scalars"] = {"99": {"x": 1}}
+    return Snapshot.build(tensors, metadata)
+
+
+@pytest.mark.parametrize(
+    "change", ["uid", "version", "missing", "shape", "dtype", "nan", "moment", "index", "size", "name", "scalars"]
+)
+def test_a_snapshot_that_does_not_fit_changes_nothing(change: str) -> None:
+    b = backend(optimizer=OptimizerSpec("adamw", lr=0.1))
+    before = weights(b)
+    with pytest.raises((SchemaMismatchError, NonFiniteError)):
+        restore(b, _snapshot(change))
+    assert same(weights(b), before)
+    assert b.weight_version == 0
+    restore(b, _snapshot("nothing"))
+    assert b.weight_version == 1
+
+
+def test_initial_weights_are_the_defined_ones() -> None:
+    assert isinstance(backend().module, FeedForward)
+    assert same(weights(backend()), [p.detach() for p in build_expert(grid(), "a.0", RUN).parameters()])

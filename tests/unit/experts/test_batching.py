@@ -1,0 +1,182 @@
+"""The batcher, and the workers that run it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from swarm.clock import SystemClock
+from swarm.errors import ClosedError, ExpertFailedError, HostBusyError
+from swarm.experts.batching import Batcher, DeviceWorker, InlineWorker, Work
+from swarm.runtime import Runtime
+from swarm.simulation.virtual import VirtualRuntime, run_virtual
+
+
+def loopless(key: str, tokens: int = 1, expires_s: float = 100.0) -> Work:
+    return Work(key, tokens, expires_s, job=key, future=asyncio.Future(loop=_LOOP))
+
+
+class _NoLoop(asyncio.AbstractEventLoop):
+    """Futures need one to exist; nothing is ever scheduled on it."""
+
+    def get_debug(self) -> bool:
+        return False
+
+    def call_soon(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+
+_LOOP = _NoLoop()
+
+
+def test_work_of_one_key_is_taken_together_up_to_the_budget() -> None:
+    batcher = Batcher(max_batch_tokens=4, max_queued_tokens=100)
+    work = [loopless("a", 2), loopless("b", 1), loopless("a", 2), loopless("a", 1), loopless("b", 1)]
+    for w in work:
+        batcher.push(w, 1.0)
+    assert (len(batcher), batcher.queued_tokens) == (5, 7)
+    assert batcher.pop(3.0).work == [work[0], work[2]]
+    assert batcher.pop(3.0).work == [work[1], work[4]], "the rest of a key comes after the others"
+    assert batcher.pop(3.0).work == [work[3]]
+    assert batcher.pop(3.0).work == []
+    assert batcher.queued_tokens == 0
+    assert work[0].queue_s == 2.0
+
+
+def test_a_full_queue_refuses_but_an_empty_one_takes_any_size() -> None:
+    batcher = Batcher(max_batch_tokens=4, max_queued_tokens=10)
+    batcher.push(loopless("a", 50), 0.0)
+    with pytest.raises(HostBusyError):
+        batcher.push(loopless("a", 1), 0.0)
+    assert [w.tokens for w in batcher.pop(0.0).work] == [50]
+    batcher.push(loopless("a", 10), 0.0)
+    assert batcher.stats.refused == 1
+
+
+def test_cancelled_and_expired_work_is_dropped_when_its_turn_comes() -> None:
+    batcher = Batcher(max_batch_tokens=2, max_queued_tokens=100)
+    gone, late, good = loopless("a", 2), loopless("a", 2, expires_s=5.0), loopless("a", 2)
+    for w in (gone, late, good):
+        batcher.push(w, 0.0)
+    gone.future.cancel()
+    batch = batcher.pop(5.0)
+    assert (batch.work, batch.expired) == ([good], [late])
+    assert (batcher.stats.cancelled, batcher.stats.expired, batcher.queued_tokens) == (1, 1, 0)
+
+
+def test_the_expected_wait_follows_the_measured_speed() -> None:
+    batcher = Batcher(max_batch_tokens=100, max_queued_tokens=100)
+    assert batcher.expected_wait_s == 0.0
+    batcher.done([loopless("a", 50)], 0.5)
+    batcher.push(loopless("a", 30), 0.0)
+    assert batcher.expected_wait_s == pytest.approx(0.3)
+    for _ in range(100):
+        batcher.done([loopless("a", 50)], 0.25)
+    assert batcher.expected_wait_s == pytest.approx(0.15, rel=1e-3)
+
+
+def echo(batch: Sequence[Work]) -> list[Any]:
+    return [w.job for w in batch]
+
+
+async def submit(worker: DeviceWorker | InlineWorker, job: Any, key: str = "k") -> Any:
+    work = Work(key, 1, float("inf"), job, asyncio.get_running_loop().create_future())
+    worker.submit(work)
+    return await work.future
+
+
+def test_the_thread_computes_batches_while_the_loop_goes_on() -> None:
+    async def body() -> None:
+        sizes: list[int] = []
+        gate = threading.Event()
+        names = set()
+
+        def compute(batch: Sequence[Work]) -> list[Any]:
+            names.add(threading.current_thread().name)
+            sizes.append(len(batch))
+            return echo(batch)
+
+        worker = DeviceWorker(Batcher(8, 100), compute, SystemClock(), "device-x")
+        held = asyncio.create_task(worker.call(lambda: gate.wait(10.0)))
+        await asyncio.sleep(0)
+        calls = [asyncio.create_task(submit(worker, i)) for i in range(5)]
+        await asyncio.sleep(0)
+        assert worker.batcher.queued_tokens == 5
+        gate.set()
+        assert await asyncio.gather(*calls) == [0, 1, 2, 3, 4]
+        assert await held
+        assert (sizes, names) == ([5], {"device-x"})
+        assert worker.batcher.stats.batched == 5
+        await worker.close()
+        await worker.close()
+
+    asyncio.run(body())
+
+
+def test_errors_of_functions_arrive_and_bugs_fail_their_requests_only() -> None:
+    async def body() -> None:
+        def compute(batch: Sequence[Work]) -> list[Any]:
+            if batch[0].job == "bug":
+                raise KeyError("bug")
+            return echo(batch)
+
+        worker = DeviceWorker(Batcher(8, 100), compute, SystemClock())
+        with pytest.raises(ZeroDivisionError):
+            await worker.call(lambda: 1 // 0)
+        assert isinstance(await submit(worker, "bug"), ExpertFailedError)
+        assert await submit(worker, "fine") == "fine"
+        await worker.close()
+
+    asyncio.run(body())
+
+
+def test_closing_ends_whatever_waits() -> None:
+    async def body() -> None:
+        gate = threading.Event()
+        worker = DeviceWorker(Batcher(8, 100), echo, SystemClock())
+        held = asyncio.create_task(worker.call(lambda: gate.wait(10.0)))
+        waiting = [asyncio.create_task(submit(worker, 1)), asyncio.create_task(worker.call(lambda: 2))]
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(worker.close())
+        await asyncio.sleep(0)
+        gate.set()
+        await closing
+        assert await held
+        assert isinstance(await waiting[0], HostBusyError)
+        with pytest.raises(ClosedError):
+            await waiting[1]
+        with pytest.raises(ClosedError):
+            await submit(worker, 1)
+        with pytest.raises(ClosedError):
+            await worker.call(lambda: 1)
+
+    asyncio.run(body())
+
+
+def test_in_virtual_time_batches_run_on_the_loop_at_a_modelled_cost() -> None:
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        runtime: Runtime = VirtualRuntime(loop, 0, "p", offload_cost_s=1.0)  # type: ignore[arg-type]
+        worker = InlineWorker(Batcher(8, 100), echo, runtime)
+        first = asyncio.create_task(submit(worker, 1))
+        await asyncio.sleep(0.5)
+        rest = [asyncio.create_task(submit(worker, i)) for i in (2, 3)]
+        assert await first == 1
+        assert loop.time() == pytest.approx(1.0)
+        assert await asyncio.gather(*rest) == [2, 3]
+        assert loop.time() == pytest.approx(2.0)
+        assert await worker.call(lambda: 7) == 7
+        waiting = asyncio.create_task(submit(worker, 4))
+        later = asyncio.create_task(submit(worker, 5, key="other"))
+        await asyncio.sleep(0.1)
+        await worker.close()
+        assert await waiting == 4
+        assert isinstance(await later, HostBusyError)
+        with pytest.raises(ClosedError):
+            await submit(worker, 1)
+
+    run_virtual(body)
