@@ -54,7 +54,7 @@ def command(
 
     `swarm create run.toml --role host` also hosts experts on this machine
 
-    `swarm create run.toml --json | head -1` the ticket and invites, for scripts
+    `swarm create run.toml --json` prints one JSON object a line; that of kind `created` has ticket and invites
 
     **A run.toml**
 

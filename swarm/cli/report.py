@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -42,16 +43,18 @@ class Reporter:
         self._last_status_s: float | None = None
         self._last_shown: object = None
 
-    def say(self, text: str, kind: str, **fields: Any) -> None:
+    def say(self, text: str, kind: str, /, **fields: Any) -> None:
         """One lasting line: `text` for people, `kind` and `fields` for scripts."""
-        if self._as_json:
-            print(json.dumps({"kind": kind, **fields}), flush=True)
-        elif self._live is not None:
+        if self._live is not None:
             self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
+            return
+        try:
+            print(json.dumps({"kind": kind, **fields}) if self._as_json else text, flush=True)
+        except BrokenPipeError:
+            # whoever read our output has gone; the peer goes on without telling
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def status(self, text: str, now_s: float, notable: object = None, **fields: Any) -> None:
+    def status(self, text: str, now_s: float, notable: object = None, /, **fields: Any) -> None:
         """The state of things: replaces the live line; without one it is written when something notable happened.
 
         Args:

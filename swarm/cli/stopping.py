@@ -38,8 +38,9 @@ class Stopping:
 
 @contextmanager
 def stopping() -> Iterator[Stopping]:
-    """Handle SIGINT, SIGTERM and, on Windows, Ctrl-Break while the block runs; the old handlers return afterwards.
+    """Handle Ctrl-C and its kin while the block runs; the old handlers return afterwards.
 
+    These are SIGINT, SIGTERM, on Windows Ctrl-Break, and elsewhere a closed terminal unless that is ignored (nohup).
     Call it on the main thread.
     """
     state = Stopping()
@@ -47,7 +48,9 @@ def stopping() -> Iterator[Stopping]:
     def handle(signum: int, frame: FrameType | None) -> None:
         state.ask()
 
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGBREAK", "SIGHUP") if hasattr(signal, name)]
+    if "SIGHUP" in names and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        names.remove("SIGHUP")
     previous = {name: signal.signal(getattr(signal, name), handle) for name in names}
     try:
         yield state

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -55,6 +57,31 @@ def test_a_live_line_ends_with_lasting_lines_above_it(capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "ONLINE [red]not markup[/red]" in out
     assert "a lasting line" in out
+
+
+def test_a_reader_that_goes_away_does_not_end_the_peer() -> None:
+    script = """
+import sys
+from swarm.cli.report import Reporter
+reporter = Reporter(as_json=True)
+reporter.say("first", "a")
+sys.stdin.readline()
+for _ in range(3):
+    reporter.say("later", "b", text="x" * 100_000)
+print("went on", file=sys.stderr)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert json.loads(child.stdout.readline()) == {"kind": "a"}
+        child.stdout.close()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stderr.read() == "went on\n"
+        assert child.wait(30) == 0
 
 
 def test_an_error_is_one_sentence_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

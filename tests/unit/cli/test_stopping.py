@@ -23,6 +23,20 @@ def test_a_first_signal_asks_to_stop(name: str) -> None:
     assert signal.getsignal(getattr(signal, name)) is before
 
 
+@pytest.mark.parametrize(("before", "asked"), [("SIG_IGN", False), ("SIG_DFL", True)])
+def test_a_closed_terminal_asks_to_stop_unless_that_is_ignored(before: str, asked: bool) -> None:
+    if not hasattr(signal, "SIGHUP"):  # Windows has none
+        assert sys.platform == "win32"
+        return
+    previous = signal.signal(signal.SIGHUP, getattr(signal, before))
+    try:
+        with stopping() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.asked is asked
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 def test_a_second_signal_aborts_at_once() -> None:
     script = """
 import signal, threading

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
+from swarm.config import PeerConfig
 from swarm.errors import (
     AdmissionRefusedError,
     BadSignatureError,
     ExpiredInviteError,
     InvalidInviteError,
     NotAuthorizedError,
+    NotStoredError,
+    PeerUnreachableError,
     WrongRunError,
 )
+from swarm.events import EventStream
 from swarm.identity import KeyPair, PeerId
 from swarm.net.transport import CallContext, Contact
 from swarm.roles import Role
@@ -22,11 +29,15 @@ from swarm.runs.invite import Invite, owner_credential
 from swarm.runs.membership import (
     ALL_PEER_KEYS,
     MAX_METRICS,
+    AnnounceFailed,
     CredentialAuthorizer,
+    PeerAnnouncer,
     PeerState,
+    PeerStateChanged,
     _record,
     peer_key,
 )
+from swarm.runtime import Runtime
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
@@ -198,3 +209,96 @@ def test_a_record_that_is_no_map_is_left_out() -> None:
 
 def test_a_name_cannot_move_the_cursor_of_a_terminal() -> None:
     assert read(name="evil\x1b[2J\n").name == "evil[2J"
+
+
+class StubDht:
+    """Takes records, or fails as told."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.puts: list[tuple[str, dict[str, Any], float]] = []
+        self.deleted: list[str] = []
+
+    async def put(self, key: str, body: dict[str, Any], *, subkey: str = "", ttl_s: float) -> int:
+        if self.failure is not None:
+            raise self.failure
+        self.puts.append((key, body, ttl_s))
+        return 1
+
+    async def delete(self, key: str, subkey: str = "") -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.deleted.append(key)
+
+
+def announcer(dht: StubDht, metrics: Any = dict, **config: Any) -> tuple[PeerAnnouncer, EventStream]:
+    runtime = Runtime()
+    endpoint: Any = SimpleNamespace(
+        dht=dht,
+        runtime=runtime,
+        peer_id=PEER.peer_id,
+        roles=frozenset({Role.HOST}),
+        contact=Contact(PEER.peer_id, tuple(f"10.0.0.{i}:1" for i in range(20))),
+        name="n" * 100,
+        config=PeerConfig.preset("local", **config),
+    )
+    return PeerAnnouncer(endpoint, metrics), runtime.events
+
+
+def test_a_record_stays_within_its_bounds() -> None:
+    dht = StubDht()
+    numbers = {f"metric {i:03d} {'x' * 100}": float(i) for i in range(100)} | {"a": float("inf"), "b": 2.0}
+
+    async def main() -> None:
+        assert await announcer(dht, lambda: numbers)[0].announce()
+
+    asyncio.run(main())
+    key, body, ttl_s = dht.puts[0]
+    assert key == peer_key(PEER.peer_id)
+    assert ttl_s == 3 * PeerConfig.preset("local").heartbeat_s
+    assert len(body["name"]) == 64
+    assert len(body["addresses"]) == 8
+    assert len(body["metrics"]) == MAX_METRICS
+    assert "a" not in body["metrics"]
+    assert body["metrics"]["b"] == 2.0
+    assert len(msgpack.packb(body)) <= PeerConfig().dht.max_body_bytes
+    assert _record(PEER.peer_id, body, 1, ttl_s) is not None
+
+
+@pytest.mark.parametrize("failure", [NotStoredError("Nobody took it."), PeerUnreachableError("Nobody answers.")])
+def test_a_record_that_nobody_takes_is_an_event_and_the_peer_goes_on(failure: Exception) -> None:
+    dht = StubDht()
+
+    async def main() -> None:
+        ours, events = announcer(dht, heartbeat_s=0.01)
+        dht.failure = failure
+        await ours.start()
+        assert events.count(AnnounceFailed) >= 1
+        dht.failure = None
+        while not dht.puts:
+            await asyncio.sleep(0.005)
+        dht.failure = failure
+        await ours.close()
+        assert "could not be withdrawn" in events.recent(AnnounceFailed)[-1].event.reason
+
+    asyncio.run(main())
+
+
+def test_states_are_told_once_and_only_while_announced() -> None:
+    dht = StubDht()
+
+    async def main() -> None:
+        ours, events = announcer(dht, heartbeat_s=1000.0)
+        await ours.set_state(PeerState.SYNCING)
+        assert dht.puts == []
+        await ours.start()
+        await ours.start()
+        await ours.set_state(PeerState.ONLINE)
+        await ours.set_state(PeerState.ONLINE)
+        await ours.close()
+        await ours.close()
+        assert [body["state"] for _, body, _ in dht.puts] == ["SYNCING", "ONLINE"]
+        assert dht.deleted == [peer_key(PEER.peer_id)]
+        assert [s.event.state for s in events.recent(PeerStateChanged)] == ["SYNCING", "ONLINE"]
+
+    asyncio.run(main())
