@@ -37,7 +37,8 @@ def test_presets_get_less_patient_the_nearer_the_peers_are() -> None:
         lambda c: c.averaging.matchmaking_s,
         lambda c: c.averaging.round_timeout_s,
     ):
-        assert get(local) < get(lan) < get(wan)
+        assert get(local) <= get(lan) <= get(wan)
+    assert local.heartbeat_s < lan.heartbeat_s < wan.heartbeat_s
     assert local.transport.listen_host == "127.0.0.1"
 
 
