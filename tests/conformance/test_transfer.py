@@ -217,6 +217,10 @@ class TestNoDonor:
             monitor = await world.endpoint(roles={Role.MONITOR})
             with pytest.raises(NotAuthorizedError):
                 await fetch_snapshot(monitor, donor.contact, "trunk", timeout_s=20)
+            with pytest.raises(NotAuthorizedError):
+                await monitor.transport.call(donor.contact, DESCRIBE, pb.SnapshotRequest(key="trunk"))
+            with pytest.raises(NotAuthorizedError):
+                await ask(monitor, donor, bytes(32), (0, 1))
 
         world.run(main)
 

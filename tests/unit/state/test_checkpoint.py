@@ -92,6 +92,9 @@ DAMAGE = {
     "a flipped byte": lambda p: p.with_suffix(".safetensors").write_bytes(
         b"\0" + p.with_suffix(".safetensors").read_bytes()[1:]
     ),
+    "a flipped bit of a weight": lambda p: p.with_suffix(".safetensors").write_bytes(
+        p.with_suffix(".safetensors").read_bytes()[:-1] + b"\x55"
+    ),
     "a cut file": lambda p: os.truncate(p.with_suffix(".safetensors"), 20),
     "a missing file": lambda p: p.with_suffix(".safetensors").unlink(),
     "an empty JSON": lambda p: p.write_bytes(b""),

@@ -123,6 +123,11 @@ def test_small_frames_are_one_message_and_large_ones_start_with_the_header() -> 
     assert [len(c) for c in chunks[1:]] == [4096, 4096, 4096, 4096, 20012 - 4 * 4096]
 
 
+def test_no_message_is_empty_where_payload_and_messages_end_together() -> None:
+    chunks = list(encode({}, [torch.ones(1024), torch.ones(1024), torch.empty(0)], chunk_bytes=4096))
+    assert [len(c) for c in chunks[1:]] == [4096, 4096]
+
+
 def test_a_header_beyond_the_message_size_is_cut_too() -> None:
     chunks = list(encode({"text": "x" * 5000}, [torch.ones(2)], chunk_bytes=1024))
     assert max(map(len, chunks)) <= 1024
