@@ -7,15 +7,16 @@ The parts: `placement` decides what to hold, `serving` answers calls, `batching`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
 
 from swarm.dht.node import Put
 from swarm.endpoint import Endpoint
-from swarm.errors import ConfigError, DhtError, MalformedFrameError, SwarmError, UnknownExpertClassError
+from swarm.errors import ConfigError, MalformedFrameError, SwarmError, UnknownExpertClassError
 from swarm.events import Event
 from swarm.experts.backend import ExpertBackend
 from swarm.experts.batching import Batcher, BatcherStats, DeviceWorker, InlineWorker, Worker
@@ -25,6 +26,7 @@ from swarm.experts.registry import check_grid
 from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSynced
 from swarm.experts.serving import ExpertServer, ServingStats, compute
 from swarm.experts.spec import ExpertGrid, parse_uid
+from swarm.runtime import TaskFailed
 from swarm.state.transfer import SnapshotStore
 
 _MEMORY_SHARE = 0.5
@@ -144,6 +146,7 @@ class ExpertHost:
         self._subkeys: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._announcing = asyncio.Lock()
+        self._synchronising = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._leaving = False
         self._closed = False
@@ -252,10 +255,13 @@ class ExpertHost:
         self._server.cache.clear()
         await self._worker.close()
 
-    async def _every(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    async def _every(self, interval_s: float, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             await asyncio.sleep(interval_s * (1 + _JITTER * (2 * self._runtime.rng.random() - 1)))
-            await act()
+            try:
+                await act()
+            except Exception as error:  # noqa: BLE001 - a host that stops looking after its experts is worse; reported
+                self._runtime.emit(TaskFailed(task=act.__name__, reason=repr(error)))
 
     # ---- announcements
 
@@ -296,7 +302,7 @@ class ExpertHost:
                 accepted = await self._endpoint.dht.put_many(puts)
                 for key, subkey in outdated:
                     await self._endpoint.dht.delete(key, subkey)
-            except (DhtError, OSError) as error:
+            except SwarmError as error:
                 self._runtime.emit(AnnouncementFailed(str(error)))
             else:
                 if not all(accepted):
@@ -383,6 +389,10 @@ class ExpertHost:
 
     async def _synchronise(self) -> None:
         """Copy every expert of which another holder has a newer version."""
+        async with self._synchronising:
+            await self._copy_newer()
+
+    async def _copy_newer(self) -> None:
         self._replicas.sweep()
         for uid, backend in sorted(self._experts.items()):
             own, lost = backend.weight_version, backend.own_steps

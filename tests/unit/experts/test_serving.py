@@ -1,0 +1,79 @@
+"""The server's half of expert calls: what the conformance tests of hosts do not reach."""
+
+from __future__ import annotations
+
+import torch
+
+from swarm.experts.backend import ExpertBackend
+from swarm.experts.batching import Batcher, InlineWorker
+from swarm.experts.protocol import CALL, CALL_STREAM, CallRequest, CallResponse, PartRequest, RequestIds
+from swarm.experts.serving import ExpertServer, compute
+from swarm.experts.spec import ExpertGrid
+from swarm.tensors.streaming import receive_tensors, send_tensors
+from swarm.tensors.wire import from_frame, to_frame
+from tests.support import MemoryWorld, World
+
+GRID = ExpertGrid("a.[0:2]", "ffn", config={"hid": 4})
+
+
+async def server(world: World, cache_bytes: int = 1 << 20) -> tuple[ExpertServer, World]:
+    endpoint = await world.endpoint()
+    worker = InlineWorker(Batcher(100, 100), compute, endpoint.runtime)
+    return ExpertServer(endpoint, {"a.0": ExpertBackend(GRID, "a.0", bytes(32))}, worker, cache_bytes), endpoint
+
+
+def test_several_calls_may_follow_each_other_on_one_stream(memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        served, endpoint = await server(memory_world)
+        caller = await memory_world.endpoint()
+        ids, x = RequestIds(), torch.randn(3, 4)
+        async with caller.transport.stream(endpoint.contact, CALL_STREAM, timeout_s=10.0) as stream:
+            for n in range(3):
+                request = CallRequest("forward", (PartRequest("a.0", ids.next(), 1),))
+                await send_tensors(stream, caller.runtime, request.to_meta(), [x[: n + 1]], chunk_bytes=16)
+                meta, [y] = await receive_tensors(stream, caller.runtime)
+                CallResponse.from_meta(meta).check_answers(request)
+                assert y.shape == (n + 1, 4)
+            await stream.finish()
+            assert await stream.receive() is None
+        assert served.stats.calls == 3
+
+    memory_world.run(body)
+
+
+def test_answers_use_the_codec_that_was_asked_for_and_tell_waiting_from_computing(memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        _, endpoint = await server(memory_world)
+        caller = await memory_world.endpoint()
+        x, ids = torch.randn(3, 4), RequestIds()
+        sizes = {}
+        for codec in ("none", "bf16"):
+            request = CallRequest("forward", (PartRequest("a.0", ids.next(), 1),), reply_codec=codec)
+            answer = await caller.transport.call(endpoint.contact, CALL, to_frame(request.to_meta(), [x]))
+            meta, [y] = from_frame(answer)
+            assert y.dtype == torch.float32
+            sizes[codec] = len(answer)
+            response = CallResponse.from_meta(meta)
+            assert response.queue_s == 0.0
+            assert response.compute_s > 0.0
+        assert sizes["none"] - sizes["bf16"] >= 20
+
+    memory_world.run(body)
+
+
+def test_graphs_count_towards_the_cache_and_evaluation_does_not(memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        served, endpoint = await server(memory_world)
+        caller = await memory_world.endpoint()
+        x, ids = torch.randn(3, 4), RequestIds()
+
+        async def forward(train: bool) -> None:
+            request = CallRequest("forward", (PartRequest("a.0", ids.next(), 1),), train=train)
+            await caller.transport.call(endpoint.contact, CALL, to_frame(request.to_meta(), [x]))
+
+        await forward(train=False)
+        assert served.cache.nbytes == 0
+        await forward(train=True)
+        assert served.cache.nbytes > x.nbytes
+
+    memory_world.run(body)
