@@ -44,6 +44,9 @@ class PeerId:
         except ValueError as error:
             raise MalformedFrameError(f"{text[:60]!r} is not a peer id: expected 52 characters of base32.") from error
 
+    def __hash__(self) -> int:
+        return hash(self.digest)  # bytes remember their hash; ids are keys everywhere
+
     @property
     def node_id(self) -> int:
         """Position in the DHT: the first 160 bits."""

@@ -106,6 +106,7 @@ class ExpertCall:
         applied: A host confirmed that it applied the gradients of the parameters.
         may_apply: A host may still be asked to apply them: no earlier attempt can have done it.
         with_inputs: The next attempt carries the inputs.
+        passes_back: How many backward passes were begun.
         tried: Hosts that will not be asked again in this pass.
         problems: Why each attempt failed, in order.
     """
@@ -121,6 +122,7 @@ class ExpertCall:
     applied: bool = False
     may_apply: bool = False
     with_inputs: bool = False
+    passes_back: int = 0
     busy: int = 0
     tried: list[PeerId] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -135,8 +137,9 @@ class ExpertCall:
         return "; then ".join(self.problems) or "no host holds it"
 
     def next_pass(self, *, apply: bool, with_inputs: bool) -> None:
-        """Forget the attempts of the forward pass before the backward pass starts."""
-        self.may_apply, self.with_inputs = apply, with_inputs
+        """Forget the attempts of the pass before when a backward pass starts."""
+        self.may_apply, self.with_inputs, self.applied = apply, with_inputs, False
+        self.passes_back += 1
         self.busy, self.tried, self.problems = 0, [], []
 
 

@@ -23,6 +23,7 @@ from swarm.errors import (
     HostBusyError,
     NonFiniteError,
     SchemaMismatchError,
+    StaleRequestError,
     SwarmError,
     UnknownExpertError,
     UnknownRequestError,
@@ -148,7 +149,9 @@ class ExpertClient:
         """
         started_s = self._runtime.clock.time()
         for call in calls:
-            call.next_pass(apply=options.train, with_inputs=not options.train)
+            if call.passes_back:
+                call.request_id = self._ids.next()  # another gradient for the same forward pass: not a repetition
+            call.next_pass(apply=options.train, with_inputs=not options.train or call.passes_back > 0)
         await self._spread(calls, "backward", options, started_s + self._limit_s(options), first=True)
         options.stats.took("backward", self._runtime.clock.time() - started_s)
         for call in calls:
@@ -435,6 +438,10 @@ class ExpertClient:
         """Decide how a failed call may be attempted again; returns how long to wait before."""
         if isinstance(error, UnknownRequestError) and not call.with_inputs:
             call.with_inputs = True  # the host is fine, it only forgot: ask it again
+            return 0.0
+        if isinstance(error, StaleRequestError) and call.may_apply:
+            # applied before, perhaps: the same host still has the gradients of the inputs to give
+            call.may_apply, call.with_inputs = False, True
             return 0.0
         if not is_definite(error):
             call.may_apply = False

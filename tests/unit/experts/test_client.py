@@ -256,9 +256,7 @@ def test_after_the_host_became_unreachable_another_replica_applies(memory_world:
     memory_world.run(main)
 
 
-@pytest.mark.parametrize(
-    "failure", ["hang", "apply_then_hang", "nan", "wrong_shape", "garbage", StaleRequestError("old")]
-)
+@pytest.mark.parametrize("failure", ["hang", "apply_then_hang", "nan", "wrong_shape", "garbage"])
 def test_after_an_ambiguous_failure_nobody_else_applies(memory_world: MemoryWorld, failure: object) -> None:
     async def main() -> None:
         stage = await set_stage(memory_world, [UIDS, UIDS])
@@ -272,6 +270,32 @@ def test_after_an_ambiguous_failure_nobody_else_applies(memory_world: MemoryWorl
         assert call.applied == confirmed
         assert stats.lost_updates == (0 if confirmed else 1)
         assert stage.events.count(UpdateLost) == stats.lost_updates
+
+    memory_world.run(main)
+
+
+def test_a_host_that_knows_the_id_already_is_asked_for_input_gradients_only(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        stage = await set_stage(memory_world, [UIDS, UIDS])
+        primary, other = two_hosts(stage)
+        primary.script["backward"] = [StaleRequestError("applied already")]
+        call, stats = await both(stage)
+        check_gradient(call)
+        assert [e for e in primary.log if e[0] == "backward"] == [("backward", UID, False, True)]
+        assert (primary.applied, other.log, stats.lost_updates) == ([], [], 1)
+
+    memory_world.run(main)
+
+
+def test_a_second_backward_pass_is_a_gradient_of_its_own(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        stage = await set_stage(memory_world, [UIDS])
+        calls, how = await forward(stage)
+        await backward(stage, calls, how)
+        await backward(stage, calls, how)
+        assert calls[0].applied
+        assert len(set(stage.hosts[0].applied)) == 2
+        assert how.stats.snapshot().lost_updates == 0
 
     memory_world.run(main)
 

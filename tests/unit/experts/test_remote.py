@@ -80,3 +80,16 @@ def test_bad_arguments_are_refused_before_anything_is_sent(grpc_world: GrpcWorld
     with pytest.raises(UnknownExpertError):
         RemoteExpert(stage, "tanh.7.7")
     assert stage.hosts[0].log == []
+
+
+def test_a_graph_may_be_used_for_several_backward_passes(grpc_world: GrpcWorld) -> None:
+    stage = grpc_world.run(lambda: set_stage(grpc_world, [UIDS]))
+    remote = RemoteExpert(stage, UIDS[0])
+    x = torch.randn(4, DIM).requires_grad_()
+    out = remote(x).sum()
+    out.backward(retain_graph=True)
+    assert x.grad is not None
+    once = x.grad.clone()
+    out.backward()
+    assert not torch.equal(x.grad, once)
+    assert (len(set(stage.hosts[0].applied)), remote.stats.lost_updates, remote.stats.missing_gradients) == (2, 0, 0)
