@@ -2,8 +2,9 @@
 
     python -m benchmarks.averaging --json --peers 4 --mb 100 [--rounds 7] [--hivemind /path/to/python]
 
-One process per peer, torch on one thread, loopback, TLS. A round's time is that of its slowest peer, from the sealed group
-to the last chunk; the figures are medians over rounds. `*_step_s` counts group forming and copies as well. gloo is plaintext.
+One process per peer, torch on one thread, loopback, TLS. A round's time is that of its slowest peer, from the sealed
+group to the last chunk; the figures are medians over rounds. `*_step_s` counts group forming and copies as well. gloo
+is plaintext.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Usage: python hivemind_averaging.py PEERS NUMEL ROUNDS none|fp16|u8
 
-hivemind's averager forks, so each peer is this script again with a rank, and a folder is the barrier. The time of a round
-begins when all peers have found their group and ends with its slowest peer.
+hivemind's averager forks, so each peer is this script again with a rank, and a folder is the barrier. The time of a
+round begins when all peers have found their group and ends with its slowest peer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def peer(rank: int, count: int, numel: int, rounds: int, compression: str, folde
 
 
 def main() -> None:
-    count, numel, rounds, compression = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    count, rounds, compression = int(sys.argv[1]), int(sys.argv[3]), sys.argv[4]
     from hivemind import DHT
 
     root = DHT(start=True)

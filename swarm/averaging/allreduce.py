@@ -110,6 +110,11 @@ class FlatVector:
         for mine, theirs in zip(self.segments, other.segments, strict=True):
             mine.copy_(theirs)
 
+    def flat(self) -> Tensor:
+        """All values in one new 1-d tensor, segment by segment, in fp32 (fp64 if there is any)."""
+        wide = torch.float64 if torch.float64 in self._order else torch.float32
+        return torch.cat([segment.to(wide) for segment in self.segments])
+
     def chunks(self, start: int, stop: int, codec: Codec, chunk_bytes: int) -> list[Chunk]:
         """Cut elements `start` to `stop` of the whole vector into chunks of at most `chunk_bytes` on the wire."""
         result: list[Chunk] = []

@@ -47,12 +47,27 @@ class RoundHandle:
         """Wait for the round's end. Raises `TimeoutError`; the round goes on."""
         return self._future.result(timeout_s)
 
+    def before(self) -> Tensor:
+        """A flat copy of the values when the round began. Valid until it is applied."""
+        assert self._averager._before is not None
+        return self._averager._before.flat()
+
+    def cancel(self) -> None:
+        """Give the round up; nothing is applied. The averager cannot be used again."""
+        self._future.cancel()
+
     def apply(self) -> Round:
         """Wait for the end, then add what the round changed: tensor += averaged - value when the round began.
 
         Call it on the thread that owns the tensors. Later calls do nothing. Without a group nothing changes.
         """
-        outcome = self.result()
+        try:
+            outcome = self.result()
+        except BaseException:
+            if self._future.done() and not self._applied:
+                self._applied = True
+                self._averager._finish(None)
+            raise
         if not self._applied:
             self._applied = True
             self._averager._finish(outcome)
@@ -167,10 +182,10 @@ class Averager:
         if not self._busy.acquire(blocking=False):
             raise UsageError("A round of this averager is running.", fix="Wait for it, and apply its handle.")
 
-    def _finish(self, outcome: Round) -> None:
+    def _finish(self, outcome: Round | None) -> None:
         assert self._before is not None
         try:
-            if outcome.averaged:
+            if outcome is not None and outcome.averaged:
                 with torch.no_grad():
                     pairs = zip(self.vector.views(), self._before.views(), strict=True)
                     for tensor, (after, before) in zip(self._tensors, pairs, strict=True):

@@ -33,8 +33,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 EXCHANGE = StreamMethod("/swarm.pb.Averaging/Exchange")
-INLINE_BYTES = 128 * 1024
-"""Conversions of smaller chunks take under 0.2 ms and run on the loop, as do plain copies of any chunk."""
+INLINE_BYTES = 2 * 1024 * 1024
+"""Conversions of chunks up to this size take under 0.2 ms and run on the loop, as do plain copies of any chunk."""
 
 
 class _Signal:
@@ -133,7 +133,8 @@ class Exchange:
             arrived = reduction.take()
             self._taken.fire()
             view = self._vector.view(self._mine[index])
-            reduced = await self._compute(view.nbytes, self._reducer.reduce, view, self._me.weight, arrived)
+            cost = view.nbytes * (3 + len(arrived))
+            reduced = await self._compute(cost, self._reducer.reduce, view, self._me.weight, arrived)
             self._note(reduced)
             self._averages.append(NO_VALUES if reduced.encoded is None else reduced.encoded)
             self._averaged.fire()

@@ -26,7 +26,7 @@ from tests.support import World
 
 CONFIG = PeerConfig.preset(
     "local",
-    averaging={"matchmaking_s": 2.0, "chunk_timeout_s": 0.5, "round_timeout_s": 8.0},
+    averaging={"matchmaking_s": 2.0, "chunk_timeout_s": 0.5, "round_timeout_s": 4.0},
     transport={"chunk_bytes": 4096},
 )
 

@@ -1,0 +1,286 @@
+"""`attach`: an ordinary torch training loop becomes a trainer of the run, by hooks on its optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from swarm.averaging.averager import Averager, RoundHandle
+from swarm.averaging.rounds import Round
+from swarm.averaging.service import AveragingService
+from swarm.errors import SwarmError, UsageError
+from swarm.events import Event
+from swarm.state.transfer import SnapshotStore
+from swarm.training.averaging import ParameterAveraging
+from swarm.training.state import (
+    StateLoaded,
+    StateNotAnnounced,
+    build_snapshot,
+    download_newest,
+    load_snapshot,
+    state_key,
+    trainable,
+)
+
+OnRound = Callable[[Round, Tensor, Tensor], None]
+"""Called on the training thread after a round with it and the flat values before and after; the latter are copies."""
+
+
+class TrainingPeer(Protocol):
+    """What a trainer needs of a peer."""
+
+    @property
+    def averaging(self) -> AveragingService: ...
+
+    @property
+    def state(self) -> SnapshotStore: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBroke(Event):
+    """A round ended with an error; local values stand and training goes on."""
+
+    key: str
+    reason: str
+
+
+@dataclass(slots=True)
+class TrainingStats:
+    """Totals of one attachment.
+
+    Attributes:
+        rounds: Rounds that ended, with or without a group.
+        outcomes: How many rounds ended how, by name of the outcome.
+        last: The last round.
+        pause_s: Time for which the training thread was held up, in total: copies, blocking rounds, snapshots.
+    """
+
+    rounds: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    last: Round | None = None
+    pause_s: float = 0.0
+
+
+class Attachment:
+    """A model and its optimizer in a run. Made by `attach`; close it, or use it as a context manager.
+
+    Attributes:
+        step: Optimizer steps so far, including those of the state that was downloaded.
+        synced_from: Id of the peer whose state was downloaded at the start; none if this trainer began by itself.
+        stats: Totals.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        peer: TrainingPeer,
+        averaging: ParameterAveraging,
+        key: str,
+        on_round: OnRound | None,
+    ) -> None:
+        self.key = key
+        self.step = 0
+        self.synced_from: str | None = None
+        self.stats = TrainingStats()
+        self._model = model
+        self._optimizer = optimizer
+        self._store = peer.state
+        self._endpoint = peer.averaging.endpoint
+        self._averaging = averaging
+        self._on_round = on_round
+        self._parameters = list(trainable(model).values())
+        if not self._parameters:
+            raise UsageError(
+                "The model has no trainable parameters.", fix="Attach a model with some that need gradients."
+            )
+        self._handle: RoundHandle | None = None
+        self._before: Tensor | None = None
+        self._begun_at_step = 0
+        self._since_attempt = 0
+        self._since_average = 0
+        self._paused = False
+        self._closed = False
+        self._load_state()
+        self._averager = Averager(peer, self._parameters, key, averaging.strategy)
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    # Step boundaries -------------------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_real_step():
+            return
+        self.step += 1
+        self._since_attempt += 1
+        self._since_average += 1
+        started = time.perf_counter()
+        if self._handle is not None and self._handle.done:
+            self._finish_round(self._handle)
+        if self._handle is None and not self._paused and self._is_due():
+            self._begin_round()
+        self.stats.pause_s += time.perf_counter() - started
+
+    def _is_real_step(self) -> bool:
+        """Tools step an optimizer without gradients or with a learning rate of zero to create its state."""
+        has_gradients = any(p.grad is not None for p in self._parameters)
+        return has_gradients and any(float(group.get("lr", 1.0)) != 0.0 for group in self._optimizer.param_groups)
+
+    def _is_due(self) -> bool:
+        every = self._averaging.every
+        if self._since_attempt >= every:
+            return True
+        return 2 * self._since_attempt >= every and self._averager.others_waiting
+
+    def _begin_round(self) -> None:
+        weight = float(self._since_average)
+        self._since_attempt, self._begun_at_step = 0, self.step
+        if self._averaging.overlap:
+            self._handle = self._averager.step(weight, wait=False)
+            return
+        if self._on_round is not None:
+            self._averager.vector.load(self._parameters)
+            self._before = self._averager.vector.flat()
+        try:
+            outcome = self._averager.step(weight)
+        except (SwarmError, ExceptionGroup) as error:
+            self._endpoint.runtime.emit(RoundBroke(self.key, repr(error)))
+            return
+        self._round_ended(outcome)
+
+    def _finish_round(self, handle: RoundHandle) -> None:
+        self._handle = None
+        if self._on_round is not None:
+            self._before = handle.before()
+        try:
+            outcome = handle.apply()
+        except (SwarmError, ExceptionGroup) as error:
+            self._endpoint.runtime.emit(RoundBroke(self.key, repr(error)))
+            return
+        self._round_ended(outcome)
+
+    def _round_ended(self, outcome: Round) -> None:
+        self.stats.rounds += 1
+        self.stats.outcomes[type(outcome.outcome).__name__] += 1
+        self.stats.last = outcome
+        if outcome.averaged:
+            self._since_average = self.step - self._begun_at_step
+        if self._on_round is not None and self._before is not None:
+            self._on_round(outcome, self._before, self._averager.vector.flat() if outcome.averaged else self._before)
+            self._before = None
+        self._publish(self._averager.vector.views() if outcome.averaged else None)
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def _load_state(self) -> None:
+        found = self._endpoint.run_sync(download_newest(self._endpoint, self.key))
+        if found is None:
+            return
+        snapshot, donor = found
+        self.step = load_snapshot(snapshot, self._model, self._optimizer)
+        self.synced_from = str(donor.peer_id)
+        self._endpoint.runtime.emit(StateLoaded(self.key, self.synced_from, self.step, snapshot.nbytes))
+
+    def _publish(self, agreed: list[Tensor] | None) -> None:
+        """Offer the last agreed values (without a group: ours) with our optimizer state to joiners."""
+        self._store.publish(state_key(self.key), build_snapshot(self._model, self._optimizer, self.step, agreed))
+        if self._endpoint.loop is not None:
+            self._endpoint.loop.submit(self._announce(self.step))
+
+    async def _announce(self, step: int) -> None:
+        body = {"addresses": list(self._endpoint.contact.addresses[:8]), "step": step}
+        try:
+            await self._endpoint.dht.put(state_key(self.key), body, ttl_s=3 * self._endpoint.config.heartbeat_s)
+        except SwarmError as error:
+            self._endpoint.runtime.emit(StateNotAnnounced(self.key, error.message))
+
+    async def _withdraw(self) -> None:
+        self._store.withdraw(state_key(self.key))
+        try:
+            await self._endpoint.dht.delete(state_key(self.key))
+        except SwarmError as error:
+            self._endpoint.runtime.emit(StateNotAnnounced(self.key, error.message))
+
+    # Life ------------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Begin no more rounds; one that runs is still applied. Local steps go on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Begin rounds again."""
+        self._paused = False
+
+    def close(self) -> None:
+        """Wait for a running round, within its budget, apply it, take back hooks and announcements. Idempotent."""
+        self._close(drain=True)
+
+    def _close(self, drain: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._hook.remove()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            config = self._endpoint.config.averaging
+            budget_s = 3 * config.matchmaking_s + config.round_timeout_s + 2 * config.chunk_timeout_s
+            try:
+                if drain:
+                    handle.result(budget_s)
+                    self._finish_round(handle)
+                else:
+                    handle.cancel()
+            except TimeoutError:
+                handle.cancel()
+                self._endpoint.runtime.emit(RoundBroke(self.key, "it was not done when training ended"))
+        self._averager.close()
+        self._endpoint.run_sync(self._withdraw())
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(drain=kind is None)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    peer: TrainingPeer,
+    averaging: ParameterAveraging | None = None,
+    key: str = "trunk",
+    on_round: OnRound | None = None,
+) -> Attachment:
+    """Let an ordinary training loop take part in the run.
+
+    At the start the newest state that another trainer offers under `key` is downloaded: parameters, buffers, optimizer
+    state and step. Without one, training begins with the model's own weights: build it under `swarm.training.seeded`,
+    so that trainers which start together agree. After that nothing changes in your loop: a hook after `optimizer.step()`
+    averages the trainable parameters every `averaging.every` steps and publishes the state for joiners. Parameters are
+    written in place, on the thread that calls `step`, between steps. A lone trainer trains alone; nothing that other
+    peers do raises.
+
+    Memory on the CPU: one copy of the trainable parameters, a second one with `overlap`, and the published snapshot
+    (parameters and optimizer state).
+
+    Args:
+        model: Its trainable parameters are averaged; frozen ones stay where they are.
+        optimizer: Any torch optimizer over them. Its groups, state and `state_dict` stay its own.
+        peer: A started trainer.
+        averaging: Default `ParameterAveraging()`.
+        key: Trainers that use the same key average together.
+        on_round: Called after every round with it and the flat values before and after, e.g. to watch the spread.
+
+    Raises:
+        UsageError: The model has no trainable parameters, or the peer trains under this key already.
+        SchemaMismatchError: The run's state belongs to another model.
+    """
+    return Attachment(model, optimizer, peer, averaging or ParameterAveraging(), key, on_round)

@@ -1,0 +1,169 @@
+"""A trainer's state as a snapshot: model, optimizer state and step, and how a joiner gets it from the newest donor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from swarm.endpoint import Endpoint
+from swarm.errors import SchemaMismatchError, SwarmError
+from swarm.events import Event
+from swarm.net.transport import Contact
+from swarm.state.transfer import PartialSnapshot, Snapshot, fetch_snapshot
+
+PARAMETER, BUFFER, OPTIMIZER = "param/", "buffer/", "optim/"
+MAX_DONORS = 5
+DOWNLOAD_TIMEOUT_S = 3600.0
+"""Cap of one download; a donor that stalls is given up much earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateLoaded(Event):
+    """This trainer begins with the state of another."""
+
+    key: str
+    donor: str
+    step: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateNotLoaded(Event):
+    """Others have state, but it could not be had; this trainer begins with its own weights."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateNotAnnounced(Event):
+    """The record that offers our state could not be written."""
+
+    key: str
+    reason: str
+
+
+def state_key(key: str) -> str:
+    """Where donors of an averaging key are found, in the DHT and in their snapshot stores."""
+    return f"state/{key}"
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that travel, by name, in the model's order."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def build_snapshot(
+    model: nn.Module, optimizer: Optimizer, step: int, values: Sequence[Tensor] | None = None
+) -> Snapshot:
+    """Copy what a joiner needs. Call it on the training thread, between steps.
+
+    Args:
+        values: Parameter values to use instead of the model's, in the order of `trainable`.
+    """
+    parameters = trainable(model)
+    chosen = values if values is not None else list(parameters.values())
+    tensors: dict[str, Tensor] = {PARAMETER + n: v for n, v in zip(parameters, chosen, strict=True)}
+    tensors.update({BUFFER + name: buffer for name, buffer in model.named_buffers()})
+    plain: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{name}/{key}"] = value
+            elif isinstance(value, bool | int | float | str):
+                plain.setdefault(name, {})[key] = value
+    return Snapshot.build(tensors, {"step": step, "optimizer": plain})
+
+
+def load_snapshot(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> int:
+    """Copy a snapshot's values into the model and the optimizer's state, in place; returns its step.
+
+    Raises:
+        SchemaMismatchError: The donor trains other parameters. Nothing was changed.
+    """
+    parameters, buffers = trainable(model), dict(model.named_buffers())
+    wanted = {PARAMETER + n: p for n, p in parameters.items()} | {BUFFER + n: b for n, b in buffers.items()}
+    offered = {n: t for n, t in snapshot.tensors.items() if n.startswith((PARAMETER, BUFFER))}
+    _check_same(wanted, offered)
+    step = snapshot.metadata.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise SchemaMismatchError("The state names no step.")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(offered[name])
+    optimized = {p for group in optimizer.param_groups for p in group["params"]}
+    plain = snapshot.metadata.get("optimizer")
+    for name, parameter in parameters.items():
+        if parameter not in optimized:
+            continue
+        prefix = f"{OPTIMIZER}{name}/"
+        own = optimizer.state[parameter]
+        for full, value in snapshot.tensors.items():
+            if full.startswith(prefix) and "/" not in full[len(prefix) :]:
+                own[full[len(prefix) :]] = _placed(value, parameter, full[len(prefix) :], optimizer)
+        if isinstance(plain, dict) and isinstance(plain.get(name), dict):
+            own.update(plain[name])
+        if not own:
+            del optimizer.state[parameter]
+    return step
+
+
+def _check_same(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor]) -> None:
+    missing = [n for n in wanted if n not in offered] + [n for n in offered if n not in wanted]
+    if missing:
+        raise SchemaMismatchError(
+            f"The run's state has other tensors than this model, for example {missing[0]!r}.",
+            fix="Build the model as the other trainers do, or use another key.",
+        )
+    for name, tensor in wanted.items():
+        if tensor.shape != offered[name].shape or tensor.dtype != offered[name].dtype:
+            raise SchemaMismatchError(
+                f"{name!r} is {offered[name].dtype}{list(offered[name].shape)} in the run's state "
+                f"and {tensor.dtype}{list(tensor.shape)} in this model.",
+                fix="Build the model as the other trainers do, or use another key.",
+            )
+
+
+def _placed(value: Tensor, parameter: nn.Parameter, key: str, optimizer: Optimizer) -> Tensor:
+    """Where torch keeps it: counters on the CPU unless the optimizer is fused or captured, the rest with the parameter."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    stays = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value.clone() if stays else value.to(parameter.device, copy=True)
+
+
+async def download_newest(endpoint: Endpoint, key: str) -> tuple[Snapshot, Contact] | None:
+    """The newest state that a donor announces under a key; none if nobody does, or nobody could give it."""
+    try:
+        entries = await endpoint.dht.get(state_key(key), fresh=True)
+    except SwarmError as error:
+        endpoint.runtime.emit(StateNotLoaded(key, error.message))
+        return None
+    donors: list[tuple[int, Contact]] = []
+    for entry in entries:
+        body = entry.body if isinstance(entry.body, dict) else {}
+        step, addresses = body.get("step"), body.get("addresses")
+        if entry.author == endpoint.peer_id or not isinstance(step, int) or not isinstance(addresses, list | tuple):
+            continue
+        donors.append((step, Contact(entry.author, tuple(a for a in addresses if isinstance(a, str)))))
+    donors.sort(key=lambda donor: -donor[0])
+    reasons: list[str] = []
+    for _, donor in donors[:MAX_DONORS]:
+        partial = PartialSnapshot()
+        for _attempt in range(2):
+            try:
+                snapshot = await fetch_snapshot(
+                    endpoint, donor, state_key(key), timeout_s=DOWNLOAD_TIMEOUT_S, resume=partial
+                )
+                return snapshot, donor
+            except SwarmError as error:
+                reasons.append(f"{donor.peer_id.short}: {error.message}")
+                if not partial.done_bytes:
+                    break  # it gave nothing: ask another
+    if reasons:
+        endpoint.runtime.emit(StateNotLoaded(key, "; ".join(reasons)[:500]))
+    return None
