@@ -55,7 +55,7 @@ def test_the_readmes_expert_can_be_registered() -> None:
     block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     try:
         namespace: dict[str, Any] = {"__name__": "readme"}
-        exec(compile(block.split("run = ")[0], "README.md", "exec"), namespace)
+        exec(compile(block.split("adamw = ")[0], "README.md", "exec"), namespace)
         grid = swarm.ExpertGrid("ffn.[0:4].[0:4]", namespace["Gated"], config={"hid": 8})
         assert input_specs(grid)[0].shape == (None, 8)
     finally:
