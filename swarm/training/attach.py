@@ -29,6 +29,8 @@ from swarm.training.state import (
     trainable,
 )
 
+__all__ = ["Attachment", "OnRound", "ParameterAveraging", "RoundBroke", "TrainingPeer", "TrainingStats", "attach"]
+
 OnRound = Callable[[Round, Tensor, Tensor], None]
 """Called on the training thread after a round with it and the flat values before and after; the latter are copies."""
 
@@ -263,10 +265,10 @@ def attach(
 
     At the start the newest state that another trainer offers under `key` is downloaded: parameters, buffers, optimizer
     state and step. Without one, training begins with the model's own weights: build it under `swarm.training.seeded`,
-    so that trainers which start together agree. After that nothing changes in your loop: a hook after `optimizer.step()`
-    averages the trainable parameters every `averaging.every` steps and publishes the state for joiners. Parameters are
-    written in place, on the thread that calls `step`, between steps. A lone trainer trains alone; nothing that other
-    peers do raises.
+    so that trainers which start together agree. After that nothing changes in your loop: a hook after
+    `optimizer.step()` averages the trainable parameters every `averaging.every` steps and publishes the state for
+    joiners. Parameters are written in place, on the thread that calls `step`, between steps. A lone trainer trains
+    alone; nothing that other peers do raises.
 
     Memory on the CPU: one copy of the trainable parameters, a second one with `overlap`, and the published snapshot
     (parameters and optimizer state).

@@ -130,7 +130,7 @@ def _check_same(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor]) -> 
 
 
 def _placed(value: Tensor, parameter: nn.Parameter, key: str, optimizer: Optimizer) -> Tensor:
-    """Where torch keeps it: counters on the CPU unless the optimizer is fused or captured, the rest with the parameter."""
+    """Where torch keeps it: counters on the CPU unless fused or captured, the rest with the parameter."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     stays = key == "step" and not (group.get("fused") or group.get("capturable"))
     return value.clone() if stays else value.to(parameter.device, copy=True)
