@@ -22,6 +22,10 @@ from swarm.runtime import Runtime
 
 T = TypeVar("T")
 _SMOOTHING = 0.2
+_TINY_S = 1e-4
+_TRUST_AFTER = 8
+_FADING = 0.98
+_MAX_COSTS = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -170,6 +174,23 @@ def _computed(compute: Compute, batch: Sequence[Work]) -> Sequence[Any]:
         return [failure] * len(batch)
 
 
+class _Cost:
+    """How long batches of one key have taken lately; pessimistic, since it decides what may hold up the loop."""
+
+    __slots__ = ("seconds", "times", "tokens")
+
+    def __init__(self) -> None:
+        self.seconds, self.tokens, self.times = 0.0, 0, 0
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        self.seconds = max(seconds, self.seconds * _FADING)
+        self.tokens = max(self.tokens, tokens)
+        self.times += 1
+
+    def tiny(self, tokens: int) -> bool:
+        return self.times >= _TRUST_AFTER and tokens <= self.tokens and self.seconds < _TINY_S
+
+
 def _resolve(work: Work, result: Any) -> None:
     if not work.future.done():
         work.future.set_result(result)
@@ -183,7 +204,9 @@ def _expire(batch: Batch) -> None:
 class DeviceWorker:
     """A worker with a thread of its own.
 
-    torch's number of intra-op threads belongs to the process; it is left as it is.
+    While the device is idle, work that is known to take less than the two thread switches would (a few experts only:
+    tiny ones) is computed on the event loop. torch's number of intra-op threads belongs to the process; it is left as
+    it is.
     """
 
     def __init__(self, batcher: Batcher, compute: Compute, clock: Clock, name: str = "swarm-device") -> None:
@@ -192,6 +215,8 @@ class DeviceWorker:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
+        self._device = threading.Lock()
+        self._costs: dict[Hashable, _Cost] = {}
         # A SimpleQueue wakes its reader several times faster than a Condition; an item is a function, or "look into
         # the batcher", of which there is one for every work.
         self._wake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -202,9 +227,35 @@ class DeviceWorker:
     def submit(self, work: Work) -> None:
         if self._closed:
             raise ClosedError("The host is closed.")
+        cost = self._costs.get(work.key)
+        if cost is not None and cost.tiny(work.tokens) and self._device.acquire(blocking=False):
+            try:
+                if not self.batcher.queued_tokens:
+                    self._compute_now(work)
+                    return
+            finally:
+                self._device.release()
         with self._lock:
             self.batcher.push(work, self._clock.time())
         self._wake.put(None)
+
+    def _compute_now(self, work: Work) -> None:
+        batch = Batch([work])
+        _deliver(batch, self._timed(batch))
+
+    def _timed(self, batch: Batch) -> Sequence[Any]:
+        begun_s = self._clock.time()
+        results = _computed(self._compute, batch.work)
+        elapsed_s = self._clock.time() - begun_s
+        with self._lock:
+            self.batcher.done(batch.work, elapsed_s)
+        for work in batch.work:
+            work.compute_s = elapsed_s
+        if len(self._costs) > _MAX_COSTS:
+            self._costs.clear()
+        tokens = sum(w.tokens for w in batch.work)
+        self._costs.setdefault(batch.work[0].key, _Cost()).learn(tokens, elapsed_s)
+        return results
 
     async def call(self, fn: Callable[[], T]) -> T:
         if self._closed:
@@ -228,21 +279,15 @@ class DeviceWorker:
         while True:
             run = self._wake.get()
             if run is not None:
-                run()
+                with self._device:
+                    run()
                 continue
             if self._closed:
                 break
-            now_s = self._clock.time()
-            with self._lock:
-                batch = self.batcher.pop(now_s)
-            results: Sequence[Any] = ()
-            if batch.work:
-                results = _computed(self._compute, batch.work)
-                elapsed_s = self._clock.time() - now_s
+            with self._device:
                 with self._lock:
-                    self.batcher.done(batch.work, elapsed_s)
-                for work in batch.work:
-                    work.compute_s = elapsed_s
+                    batch = self.batcher.pop(self._clock.time())
+                results = self._timed(batch) if batch.work else ()
             if batch.work or batch.expired:
                 self._loop.call_soon_threadsafe(_deliver, batch, results)
         while not self._wake.empty():

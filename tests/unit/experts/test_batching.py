@@ -180,3 +180,48 @@ def test_in_virtual_time_batches_run_on_the_loop_at_a_modelled_cost() -> None:
             await submit(worker, 1)
 
     run_virtual(body)
+
+
+class StepClock:
+    """Moves on by `step_s` whenever it is read."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self.step_s = 0.0, step_s
+
+    def time(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(("step_s", "inline"), [(0.0, True), (1.0, False)])
+def test_only_work_known_to_be_tiny_is_computed_on_the_loop(step_s: float, inline: bool) -> None:
+    async def body() -> None:
+        where: list[threading.Thread] = []
+
+        def compute(batch: Sequence[Work]) -> list[Any]:
+            where.append(threading.current_thread())
+            return echo(batch)
+
+        worker = DeviceWorker(Batcher(8, 100), compute, StepClock(step_s))
+        for i in range(20):
+            assert await submit(worker, i) == i
+        here = threading.current_thread()
+        assert here not in where[:8], "what is not known yet is computed by the thread"
+        assert (where[-1] is here) == inline
+        await submit(worker, 0, key="another expert")
+        assert where[-1] is not here
+        gate = threading.Event()
+        held = asyncio.create_task(worker.call(lambda: gate.wait(10.0)))
+        waiting = asyncio.create_task(submit(worker, 1))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "the device is busy: the loop does not wait for it"
+        gate.set()
+        assert await waiting == 1
+        assert await held
+        assert worker.batcher.stats.batched == 22
+        await worker.close()
+
+    asyncio.run(body())
