@@ -237,6 +237,7 @@ class LocalSwarm:
         return peer_id
 
     def pid(self, name: str) -> int:
+        """The process id of this peer."""
         return self._child(name).pid
 
     def logs(self, name: str) -> str:
