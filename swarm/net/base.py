@@ -29,6 +29,7 @@ from swarm.errors import (
     RemoteFailureError,
     SwarmError,
     UnknownSessionError,
+    WireError,
 )
 from swarm.events import Event
 from swarm.identity import KeyPair, PeerId
@@ -57,6 +58,7 @@ SESSION_KEY = "swarm-session-bin"
 MAX_PENDING_HELLOS = 1024
 MAX_HELD_SESSIONS = 16384
 _HELLO_COST_CALLS = 4.0
+_MALFORMED_COST_CALLS = 20.0
 _STAGGER_S = 0.3
 
 
@@ -93,6 +95,8 @@ class HeldSession:
     address: str
     token: bytes
     addresses: tuple[str, ...]
+    pin: Any = None
+    """The certificate that connections to the peer are pinned to, where the transport has certificates."""
     metadata: tuple[tuple[str, bytes], ...] = ()
     """The token as gRPC metadata, built once."""
 
@@ -106,6 +110,8 @@ class HelloLine(Protocol):
     peer_id: PeerId
     """Identity that the certificate carries."""
     certificate_hash: bytes
+    pin: Any
+    """What later connections are pinned to."""
 
     async def send(self, message: bytes) -> None: ...
 
@@ -222,7 +228,11 @@ class BaseTransport(Transport):
         stats = self.stats
         stats.calls_served += 1
         stats.received_bytes += len(data)
-        request = decode_message(method.request, data, served.max_bytes)
+        try:
+            request = decode_message(method.request, data, served.max_bytes)
+        except WireError:
+            session.rate.charge(_MALFORMED_COST_CALLS)
+            raise
         try:
             response = encode_message(method.response, await served.handler(session.context, request), served.max_bytes)
         except Exception as error:
@@ -271,7 +281,7 @@ class BaseTransport(Transport):
         except TimeoutError as error:
             raise PeerUnreachableError(f"No hello with {address} within {patience_s:g} s.") from error
         self.stats.hellos += 1
-        held = HeldSession(line.peer_id, address, welcomed.token, welcomed.addresses)
+        held = HeldSession(line.peer_id, address, welcomed.token, welcomed.addresses, line.pin)
         self._held[held.peer_id] = held
         self._held.move_to_end(held.peer_id)
         if len(self._held) > MAX_HELD_SESSIONS:

@@ -43,7 +43,6 @@ from swarm.net.transport import ByteStream, Contact, StreamHandler, StreamMethod
 from swarm.runtime import Runtime
 
 _FRAME_SLACK_BYTES = 64 * KIB
-_MAX_CERTIFICATES = 16384
 
 Options = list[tuple[str, Any]]
 
@@ -51,12 +50,12 @@ Options = list[tuple[str, Any]]
 class Link:
     """Our channels to one peer: one for control calls, and `bulk_connections` for streams, opened when needed."""
 
-    def __init__(self, held: HeldSession, certificate: PinnedCertificate, options: Options, bulk: int) -> None:
-        self.peer_id = held.peer_id
-        self.address = held.address
+    def __init__(self, address: str, certificate: PinnedCertificate, options: Options, bulk: int) -> None:
+        self.peer_id = certificate.peer_id
+        self.certificate = certificate
         self.active = 0
         self.streams: dict[ClientStream, None] = {}
-        host, port = split_address(held.address)
+        host, port = split_address(address)
         self._target = f"dns:///{join_address(host, port)}"
         self._credentials = grpc.ssl_channel_credentials(root_certificates=certificate.pem)
         self._options: Options = [*options, ("grpc.ssl_target_name_override", str(certificate.peer_id))]
@@ -100,6 +99,7 @@ class _Line:
     def __init__(self, call: Any, certificate: PinnedCertificate, address: str, timeout_s: float) -> None:
         self.peer_id = certificate.peer_id
         self.certificate_hash = certificate.sha256
+        self.pin = certificate
         self._call = call
         self._ending = Ending(call)
         self._address = address
@@ -163,7 +163,6 @@ class GrpcTransport(BaseTransport):
         self._health = health.HealthServicer()
         self._addresses: tuple[str, ...] = ()
         self._links: OrderedDict[PeerId, Link] = OrderedDict()
-        self._certificates: OrderedDict[PeerId, PinnedCertificate] = OrderedDict()
         self._closing: dict[asyncio.Task[None], None] = {}
         limits = config.transport
         largest = max(limits.max_control_bytes, limits.max_stream_chunk_bytes) + _FRAME_SLACK_BYTES
@@ -302,14 +301,8 @@ class GrpcTransport(BaseTransport):
         if expect is not None and peer_id != expect:
             raise identity_mismatch(address, expect, peer_id)
         timeout_s = self.config.transport.connect_timeout_s
-        known = self._links.get(peer_id)
-        if known is not None and (known.address != address or self._certificates.get(peer_id) != certificate):
-            self._drop_connection(peer_id)
-        self._certificates[peer_id] = certificate
-        self._certificates.move_to_end(peer_id)
-        if len(self._certificates) > _MAX_CERTIFICATES:
-            self._certificates.popitem(last=False)
-        link = self._link(HeldSession(peer_id, address, b"", ()))
+        # A connection of its own: the one in use, if any, may carry streams and lead to another address.
+        link = self._new_link(address, certificate)
         link.active += 1
         call: Any = link.control.stream_stream(HELLO_PATH)(timeout=timeout_s)
         good = False
@@ -324,8 +317,13 @@ class GrpcTransport(BaseTransport):
         finally:
             link.active -= 1
             call.cancel()
-            if not good and link.active == 0:
+            known = self._links.get(peer_id)
+            if not good or (known is not None and known.certificate == certificate):
                 self._drop_link(link)
+            else:
+                if known is not None:  # the peer has a new certificate: it was restarted
+                    self._drop_link(known)
+                self._use_link(link)
 
     async def _exchange(self, held: HeldSession, path: str, data: bytes, budget_s: float) -> bytes:
         link = self._link(held)
@@ -357,11 +355,12 @@ class GrpcTransport(BaseTransport):
     def _link(self, held: HeldSession) -> Link:
         """The channels to a peer; opened here where there are none (gRPC connects on the first call)."""
         link = self._links.get(held.peer_id)
-        if link is not None and link.address == held.address:
+        if link is not None:
             self._links.move_to_end(held.peer_id)
             return link
-        if link is not None:
-            self._drop_link(link)
+        return self._use_link(self._new_link(held.address, held.pin))
+
+    def _new_link(self, address: str, certificate: PinnedCertificate) -> Link:
         options: Options = [
             *self._options,
             ("grpc.use_local_subchannel_pool", 1),  # else control and bulk would share one connection
@@ -371,20 +370,19 @@ class GrpcTransport(BaseTransport):
             ("grpc.min_reconnect_backoff_ms", 1000),
             ("grpc.max_reconnect_backoff_ms", 2000),
         ]
-        link = Link(held, self._certificates[held.peer_id], options, self.config.transport.bulk_connections)
-        self._links[held.peer_id] = link
-        self._evict()
-        return link
+        return Link(address, certificate, options, self.config.transport.bulk_connections)
 
-    def _evict(self) -> None:
-        """Close the least recently used idle connections beyond the limit."""
-        total = sum(link.channels for link in self._links.values())
-        for link in list(self._links.values())[:-1]:
+    def _use_link(self, link: Link) -> Link:
+        """Make a link the one to its peer; closes the least recently used idle ones beyond the limit."""
+        self._links[link.peer_id] = link
+        total = sum(each.channels for each in self._links.values())
+        for old in list(self._links.values())[:-1]:
             if total <= self.config.transport.max_channels:
                 break
-            if link.active == 0:
-                total -= link.channels
-                self._drop_link(link)
+            if old.active == 0:
+                total -= old.channels
+                self._drop_link(old)
+        return link
 
     def _drop_connection(self, peer_id: PeerId) -> None:
         link = self._links.get(peer_id)

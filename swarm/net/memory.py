@@ -175,6 +175,7 @@ class _Line:
     def __init__(self, dialer: MemoryTransport, listener: MemoryTransport, service: HelloService) -> None:
         self.peer_id = listener.peer_id
         self.certificate_hash = listener.certificate_hash
+        self.pin = None
         self._dialer = dialer
         self._listener = listener
         self._service = service

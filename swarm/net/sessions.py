@@ -19,6 +19,7 @@ from swarm.net.transport import CallContext
 
 MAX_SESSIONS = 16384
 MAX_SESSIONS_PER_PEER = 8
+_SWEEP_EVERY = 256
 
 
 class RateLimit:
@@ -44,6 +45,10 @@ class RateLimit:
                 fix="Retry after a pause, or raise max_calls_per_s there.",
             )
         self._tokens = tokens - cost
+
+    def charge(self, cost: float) -> None:
+        """Take without refusing: what was malformed costs more than a call."""
+        self._tokens -= cost
 
 
 class Session:
@@ -80,6 +85,7 @@ class SessionTable:
         self._clock = clock
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         self._by_peer: dict[PeerId, dict[bytes, Session]] = {}
+        self._granted = 0
         self._rates: OrderedDict[PeerId, RateLimit] = OrderedDict()
 
     def __len__(self) -> int:
@@ -96,6 +102,9 @@ class SessionTable:
 
     def grant(self, met: Met, address: str) -> bytes:
         """Open a session for a peer that hello has admitted; returns its token."""
+        self._granted += 1
+        if self._granted % _SWEEP_EVERY == 0:
+            self.sweep()
         token = secrets.token_bytes(TOKEN_BYTES)
         peer_id = met.peer_id
         context = CallContext(peer_id, met.admission.roles, address)
@@ -128,7 +137,7 @@ class SessionTable:
         return session
 
     def sweep(self) -> None:
-        """Drop what has been idle for too long (for a periodic task: `find` checks on its own)."""
+        """Drop what has been idle for too long. `find` checks on its own; this frees the memory."""
         now = self._clock.time()
         for session in list(self._sessions.values()):
             if now - session.used_s > self._idle_s and not session.on_end:

@@ -535,3 +535,34 @@ def test_close_is_bounded(world: World) -> None:
         assert caught.value.ambiguous
 
     world.run(main)
+
+
+def test_dialling_another_address_does_not_disturb_open_streams(world: World) -> None:
+    async def main() -> None:
+        a = await serving(world)
+        b = await serving(world, config=local(listen_host="127.0.0.1"))
+        async with a.stream(b.contact, PIPE, timeout_s=10) as stream:
+            await stream.send(b"one")
+            assert await stream.receive() == b"one"
+            await a.dial(b.contact.addresses[0], b.peer_id)
+            await a.dial(b.contact.addresses[0])
+            await stream.send(b"two")
+            assert await stream.receive() == b"two"
+
+    world.run(main)
+
+
+def test_malformed_messages_cost_their_sender(world: World) -> None:
+    async def main() -> None:
+        a = await serving(world)
+        b = await serving(world, config=local(max_calls_per_s=20))
+        outcomes = []
+        for _ in range(6):
+            try:
+                await a.call(b.contact, TYPED_RAW, b"\xff" * 10)
+            except SwarmError as error:
+                outcomes.append(type(error))
+        assert outcomes[0] is MalformedFrameError
+        assert outcomes[-1] is RateLimitedError
+
+    world.run(main)
