@@ -89,10 +89,23 @@ async def submit(worker: DeviceWorker | InlineWorker, job: Any, key: str = "k") 
     return await work.future
 
 
+async def hold(worker: DeviceWorker) -> tuple[asyncio.Task[bool], threading.Event]:
+    """Keep the device busy until the event is set; returns when it is."""
+    begun, gate = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def wait() -> bool:
+        loop.call_soon_threadsafe(begun.set)
+        return gate.wait(10.0)
+
+    held = asyncio.create_task(worker.call(wait))
+    await begun.wait()
+    return held, gate
+
+
 def test_the_thread_computes_batches_while_the_loop_goes_on() -> None:
     async def body() -> None:
         sizes: list[int] = []
-        gate = threading.Event()
         names = set()
 
         def compute(batch: Sequence[Work]) -> list[Any]:
@@ -101,8 +114,7 @@ def test_the_thread_computes_batches_while_the_loop_goes_on() -> None:
             return echo(batch)
 
         worker = DeviceWorker(Batcher(8, 100), compute, SystemClock(), "device-x")
-        held = asyncio.create_task(worker.call(lambda: gate.wait(10.0)))
-        await asyncio.sleep(0)
+        held, gate = await hold(worker)
         calls = [asyncio.create_task(submit(worker, i)) for i in range(5)]
         await asyncio.sleep(0)
         assert worker.batcher.queued_tokens == 5
@@ -136,9 +148,8 @@ def test_errors_of_functions_arrive_and_bugs_fail_their_requests_only() -> None:
 
 def test_closing_ends_whatever_waits() -> None:
     async def body() -> None:
-        gate = threading.Event()
         worker = DeviceWorker(Batcher(8, 100), echo, SystemClock())
-        held = asyncio.create_task(worker.call(lambda: gate.wait(10.0)))
+        held, gate = await hold(worker)
         waiting = [asyncio.create_task(submit(worker, 1)), asyncio.create_task(worker.call(lambda: 2))]
         await asyncio.sleep(0)
         closing = asyncio.create_task(worker.close())
@@ -213,8 +224,7 @@ def test_only_work_known_to_be_tiny_is_computed_on_the_loop(step_s: float, inlin
         assert (where[-1] is here) == inline
         await submit(worker, 0, key="another expert")
         assert where[-1] is not here
-        gate = threading.Event()
-        held = asyncio.create_task(worker.call(lambda: gate.wait(10.0)))
+        held, gate = await hold(worker)
         waiting = asyncio.create_task(submit(worker, 1))
         await asyncio.sleep(0.01)
         assert not waiting.done(), "the device is busy: the loop does not wait for it"
