@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from swarm.config import KIB
+from swarm.config import MIB
 from swarm.endpoint import Endpoint
 from swarm.errors import (
     CallTimeoutError,
@@ -42,9 +42,6 @@ from swarm.experts.calls import (
 from swarm.experts.directory import ExpertDirectory
 from swarm.experts.protocol import (
     CALL,
-    CALL_STREAM,
-    MAX_CALL_PAYLOAD_BYTES,
-    MAX_PARTS,
     OK,
     CallRequest,
     CallResponse,
@@ -53,27 +50,20 @@ from swarm.experts.protocol import (
     RequestIds,
 )
 from swarm.experts.registry import ExpertProfile, dtype_name, profile, torch_dtype
+from swarm.experts.rpc import call_host
 from swarm.experts.spec import ExpertGrid
 from swarm.identity import PeerId
 from swarm.net.deadlines import Deadlines
 from swarm.net.transport import Contact
-from swarm.tensors.codecs import CODECS
 from swarm.tensors.schema import is_finite
-from swarm.tensors.streaming import receive_tensors, send_tensors
-from swarm.tensors.wire import Limits, from_frame, to_frame
+from swarm.tensors.wire import to_frame
 
-SMALL_CALL_BYTES = 256 * KIB
-"""Requests and responses up to this size travel as single messages."""
-OFFLOAD_BYTES = 1024 * KIB
+OFFLOAD_BYTES = 1 * MIB
 """Checks of more than this run on the codec pool."""
 MIN_ATTEMPT_S = 0.005
 """No attempt is begun with less time than this left."""
 BUSY_PAUSE_S = 0.05
 MAX_BUSY_RETRIES = 4
-_PART_BYTES = 256
-_FRAME_BYTES = 512
-
-REPLY_LIMITS = Limits(max_tensors=MAX_PARTS * 4, max_payload_bytes=MAX_CALL_PAYLOAD_BYTES)
 
 
 class ExpertClient:
@@ -301,7 +291,8 @@ class ExpertClient:
             request: What it shall do.
             tensors: The tensors of all parts, in order.
             codec: How floating-point tensors travel there; the request names the codec back.
-            reply_bytes: Expected size of the answer; decides, with the request's, between a message and a stream.
+            reply_bytes: Expected size of the answer, if known: bounds what is accepted, and decides with the request's
+                size between a message and a stream.
             timeout_s: Deadline of the whole exchange.
 
         Returns:
@@ -312,34 +303,9 @@ class ExpertClient:
             WireError: The answer is malformed.
             SwarmError: What the host refused the whole call with.
         """
-        transport = self.endpoint.transport
-        codecs: str | list[str] = codec
-        if codec != "none":
-            codecs = [codec if CODECS[codec].carries(t.dtype) else "none" for t in tensors]
-        overhead = _FRAME_BYTES + _PART_BYTES * len(request.parts)
-        if max(sum(t.nbytes for t in tensors), reply_bytes) + overhead <= SMALL_CALL_BYTES:
-            frame = to_frame(request.to_meta(), tensors, codecs)
-            reply = await transport.call(contact, CALL, frame, timeout_s=timeout_s)
-            meta, answers = from_frame(reply, REPLY_LIMITS)
-        else:
-            async with transport.stream(contact, CALL_STREAM, timeout_s=timeout_s) as stream:
-
-                async def send() -> None:
-                    chunk_bytes = self.endpoint.config.transport.chunk_bytes
-                    await send_tensors(stream, self._runtime, request.to_meta(), tensors, codecs, chunk_bytes)
-                    await stream.finish()
-
-                # A host that refuses early answers while we are still sending: its reason is what counts, so sending
-                # is a task of its own whose failure shows in receiving.
-                sending = asyncio.get_running_loop().create_task(send(), name="expert-call-send")
-                try:
-                    meta, answers = await receive_tensors(stream, self._runtime, REPLY_LIMITS)
-                finally:
-                    sending.cancel()
-                    await asyncio.gather(sending, return_exceptions=True)
-        response = CallResponse.from_meta(meta)
-        response.check_answers(request)
-        return response, response.split(answers)
+        return await call_host(
+            self.endpoint, contact, request, tensors, codec=codec, reply_bytes=reply_bytes, timeout_s=timeout_s
+        )
 
     # Outcomes
 

@@ -57,7 +57,7 @@ class FakeHost:
     """Computes `Tanh` experts and applies SGD, unless the next entry of `script` says otherwise.
 
     A script entry is consumed per call and pass (`forward:` and `backward:` prefixes select one): `ok`, `busy`, `hang`,
-    `nan`, `wrong_shape`, `forgot`, `unknown`, `apply_then_hang`, `garbage`, or a `SwarmError` to raise for the call.
+    `nan`, `wrong_shape`, `huge`, `forgot`, `unknown`, `apply_then_hang`, `garbage`, or a `SwarmError` to raise.
     """
 
     transport: Transport
@@ -118,6 +118,8 @@ class FakeHost:
                 continue
             if action == "nan":
                 outputs = [torch.full_like(o, torch.nan) for o in outputs]
+            if action == "huge":
+                outputs = [torch.zeros(300_000)]
             if action == "wrong_shape":
                 outputs = [o[:, 1:] for o in outputs]
             results += outputs

@@ -381,6 +381,19 @@ def test_streams_fail_like_messages(memory_world: MemoryWorld, failure: object) 
     memory_world.run(main)
 
 
+def test_an_answer_far_larger_than_expected_is_not_accepted(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        stage = await set_stage(memory_world, [UIDS, UIDS])
+        primary, other = two_hosts(stage)
+        primary.script["forward"] = ["huge"]
+        calls, _ = await forward(stage)
+        assert calls[0].contact == other.transport.contact
+        [failed] = [s.event for s in stage.events.recent(ExpertCallFailed)]
+        assert "bytes" in failed.reason
+
+    memory_world.run(main)
+
+
 def test_our_own_closed_transport_is_an_error_not_a_masked_expert(memory_world: MemoryWorld) -> None:
     async def main() -> None:
         stage = await set_stage(memory_world, [UIDS[:2], UIDS[2:]])

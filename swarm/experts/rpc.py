@@ -1,0 +1,66 @@
+"""One RPC to a host of experts: a small one as a message each way, a larger one as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from swarm.config import KIB, MIB
+from swarm.endpoint import Endpoint
+from swarm.experts.protocol import CALL, CALL_STREAM, MAX_CALL_PAYLOAD_BYTES, MAX_PARTS, CallRequest, CallResponse
+from swarm.net.transport import Contact
+from swarm.tensors.codecs import CODECS
+from swarm.tensors.streaming import receive_tensors, send_tensors
+from swarm.tensors.wire import Limits, from_frame, to_frame
+
+SMALL_CALL_BYTES = 256 * KIB
+"""Requests and responses up to this size travel as single messages."""
+_PART_BYTES = 256
+_FRAME_BYTES = 512
+
+
+async def call_host(
+    endpoint: Endpoint,
+    contact: Contact,
+    request: CallRequest,
+    tensors: Sequence[Tensor],
+    *,
+    codec: str = "none",
+    reply_bytes: int = 0,
+    timeout_s: float,
+) -> tuple[CallResponse, list[list[Tensor]]]:
+    """Send a request and its tensors; the answer's header and its tensors by part. See `ExpertClient.call`."""
+    transport = endpoint.transport
+    codecs: str | list[str] = codec
+    if codec != "none":
+        codecs = [codec if CODECS[codec].carries(t.dtype) else "none" for t in tensors]
+    limits = Limits(
+        max_tensors=MAX_PARTS * 4,
+        max_payload_bytes=min(MAX_CALL_PAYLOAD_BYTES, 4 * reply_bytes + MIB) if reply_bytes else MAX_CALL_PAYLOAD_BYTES,
+    )
+    overhead = _FRAME_BYTES + _PART_BYTES * len(request.parts)
+    if max(sum(t.nbytes for t in tensors), reply_bytes) + overhead <= SMALL_CALL_BYTES:
+        frame = to_frame(request.to_meta(), tensors, codecs)
+        reply = await transport.call(contact, CALL, frame, timeout_s=timeout_s)
+        meta, answers = from_frame(reply, limits)
+    else:
+        async with transport.stream(contact, CALL_STREAM, timeout_s=timeout_s) as stream:
+
+            async def send() -> None:
+                chunk_bytes = endpoint.config.transport.chunk_bytes
+                await send_tensors(stream, endpoint.runtime, request.to_meta(), tensors, codecs, chunk_bytes)
+                await stream.finish()
+
+            # A host that refuses early answers while we are still sending: its reason is what counts, so sending
+            # is a task of its own whose failure shows in receiving.
+            sending = asyncio.get_running_loop().create_task(send(), name="expert-call-send")
+            try:
+                meta, answers = await receive_tensors(stream, endpoint.runtime, limits)
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+    response = CallResponse.from_meta(meta)
+    response.check_answers(request)
+    return response, response.split(answers)
