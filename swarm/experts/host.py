@@ -1,7 +1,7 @@
 """A host of experts: takes its share of the manifest's experts, serves and trains them, keeps replicas alike.
 
 The parts: `placement` decides what to hold, `serving` answers calls, `batching` computes them on the device's thread,
-`replicas` copies states between hosts. This module connects them to the DHT and owns their lifetime.
+`replicas` copies states between hosts, `announcing` writes and reads the records. This module owns their lifetime.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import torch
 
-from swarm.dht.node import Put
 from swarm.endpoint import Endpoint
-from swarm.errors import ConfigError, MalformedFrameError, SwarmError, UnknownExpertClassError
+from swarm.errors import ConfigError, SwarmError, UnknownExpertClassError
 from swarm.events import Event
+from swarm.experts.announcing import Announcer
 from swarm.experts.backend import ExpertBackend
 from swarm.experts.batching import Batcher, BatcherStats, DeviceWorker, InlineWorker, Worker
 from swarm.experts.placement import Drop, Placement, Take, donors_of
-from swarm.experts.records import HostRecord, merge_records, record_key
+from swarm.experts.records import HostRecord
 from swarm.experts.registry import check_grid
 from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSynced
 from swarm.experts.serving import ExpertServer, ServingStats, compute
@@ -68,21 +68,6 @@ class GridSkipped(Event):
     """The host cannot hold the experts of a grid."""
 
     grid: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncementFailed(Event):
-    """The records of the host could not be written or read; it tries again."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HostRecordIgnored(Event):
-    """Another host's record makes no sense."""
-
-    peer: str
     reason: str
 
 
@@ -143,9 +128,7 @@ class ExpertHost:
         self._store = store
         self._experts: dict[str, ExpertBackend] = {}
         self._view: list[HostRecord] = []
-        self._subkeys: dict[str, int] = {}
         self._changed = asyncio.Event()
-        self._announcing = asyncio.Lock()
         self._synchronising = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._leaving = False
@@ -209,8 +192,9 @@ class ExpertHost:
         )
         replicas = {uid: grid.replicas for grid in self._grids.values() for uid in grid.uids()}
         self._placement = Placement(self._endpoint.peer_id, replicas, self._capacity)
-        await self._announce()
         ttl_s = self._config.announce_ttl_s
+        self._announcer = Announcer(self._endpoint, list(self._grids), self._capacity, ttl_s)
+        await self._announce()
         self._tasks = [
             runtime.spawn(self._announcements(ttl_s / _ANNOUNCEMENTS_PER_TTL), "experts-announce"),
             runtime.spawn(self._every(self._config.placement_s, self._place), "experts-place"),
@@ -249,7 +233,7 @@ class ExpertHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         if drain and self._experts:
             await self._hand_over()
-        await self._withdraw()
+        await self._announcer.withdraw()
         self._experts.clear()
         self._replicas.sweep()
         self._server.cache.clear()
@@ -276,65 +260,13 @@ class ExpertHost:
             await self._announce()
 
     async def _announce(self) -> None:
-        worker = self._started()
-        puts: list[Put] = []
-        by_grid: dict[str, dict[str, int]] = {name: {} for name in self._grids}
-        for uid, version in self.held.items():
-            by_grid[parse_uid(uid)[0]][uid] = version
-        outdated: list[tuple[str, str]] = []
-        for name, experts in by_grid.items():
-            record = HostRecord(
-                self._endpoint.peer_id,
-                self._endpoint.contact.addresses,
-                experts,
-                worker.batcher.expected_wait_s,
-                self._capacity,
-                len(self._experts),
-                self._leaving,
-            )
-            bodies = record.to_bodies(self._endpoint.config.dht.max_body_bytes)
-            key, ttl_s = record_key(name), self._config.announce_ttl_s
-            puts += [Put(key, body, ttl_s, subkey, renew=False) for subkey, body in bodies.items()]
-            outdated += [(key, str(i)) for i in range(len(bodies), self._subkeys.get(name, 0))]
-            self._subkeys[name] = len(bodies)
-        async with self._announcing:
-            try:
-                accepted = await self._endpoint.dht.put_many(puts)
-                for key, subkey in outdated:
-                    await self._endpoint.dht.delete(key, subkey)
-            except SwarmError as error:
-                self._runtime.emit(AnnouncementFailed(str(error)))
-            else:
-                if not all(accepted):
-                    self._runtime.emit(AnnouncementFailed("No peer took a record."))
-
-    async def _withdraw(self) -> None:
-        for name, count in sorted(self._subkeys.items()):
-            for i in range(count):
-                try:
-                    await self._endpoint.dht.delete(record_key(name), str(i))
-                except SwarmError as error:
-                    self._runtime.emit(AnnouncementFailed(f"A record could not be withdrawn: {error.message}"))
+        await self._announcer.announce(self.held, self._started().batcher.expected_wait_s, self._leaving)
 
     async def _look(self) -> bool:
         """Read the other hosts' announcements; false if that failed."""
-        keys = {record_key(name): name for name in sorted(self._grids)}
-        try:
-            found = await self._endpoint.dht.get_many(list(keys), fresh=True)
-        except SwarmError as error:
-            self._runtime.emit(AnnouncementFailed(f"The records of the hosts cannot be read: {error.message}"))
-            return False
-        records: list[HostRecord] = []
-        for key in keys:
-            for entry in found[key]:
-                if entry.author == self._endpoint.peer_id:
-                    continue
-                try:
-                    records.append(HostRecord.from_body(entry.author, entry.body))
-                except MalformedFrameError as error:
-                    self._runtime.emit(HostRecordIgnored(str(entry.author), error.message))
-        self._view = merge_records(records)
-        return True
+        found = await self._announcer.look()
+        self._view = found if found is not None else self._view
+        return found is not None
 
     # ---- placement
 

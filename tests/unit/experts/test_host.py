@@ -10,14 +10,8 @@ import torch
 from swarm.config import PeerConfig
 from swarm.errors import ConfigError, UnknownExpertClassError
 from swarm.events import Event
-from swarm.experts.host import (
-    AnnouncementFailed,
-    ExpertHost,
-    GridSkipped,
-    HostRecordIgnored,
-    memory_capacity,
-    resolve_device,
-)
+from swarm.experts.announcing import AnnouncementFailed, HostRecordIgnored
+from swarm.experts.host import ExpertHost, GridSkipped, memory_capacity, resolve_device
 from swarm.experts.records import record_key
 from swarm.experts.spec import ExpertGrid
 from swarm.runtime import TaskFailed

@@ -1,0 +1,109 @@
+"""A host's records in the DHT: writing its own, reading the others'."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.dht.node import Put
+from swarm.endpoint import Endpoint
+from swarm.errors import MalformedFrameError, SwarmError
+from swarm.events import Event
+from swarm.experts.records import HostRecord, merge_records, record_key
+from swarm.experts.spec import parse_uid
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncementFailed(Event):
+    """The records of the host could not be written or read; it tries again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecordIgnored(Event):
+    """Another host's record makes no sense."""
+
+    peer: str
+    reason: str
+
+
+class Announcer:
+    """See the module's docstring. Failures are events, never errors.
+
+    Args:
+        grids: Names of the grids that the host could hold experts of.
+        capacity: Experts that it is willing to hold.
+        ttl_s: Lifetime of the records; the host writes them again well before.
+    """
+
+    def __init__(self, endpoint: Endpoint, grids: Sequence[str], capacity: int, ttl_s: float) -> None:
+        self._endpoint = endpoint
+        self._runtime = endpoint.runtime
+        self._grids = sorted(grids)
+        self._capacity = capacity
+        self._ttl_s = ttl_s
+        self._written: dict[str, int] = {}
+        self._writing = asyncio.Lock()
+
+    async def announce(self, held: Mapping[str, int], queue_s: float, leaving: bool) -> None:
+        """Write what the host holds: weight versions by uid, one record or more for each grid."""
+        by_grid: dict[str, dict[str, int]] = {name: {} for name in self._grids}
+        for uid, version in held.items():
+            by_grid[parse_uid(uid)[0]][uid] = version
+        async with self._writing:
+            puts: list[Put] = []
+            outdated: list[tuple[str, str]] = []
+            for name, experts in by_grid.items():
+                record = HostRecord(
+                    self._endpoint.peer_id,
+                    self._endpoint.contact.addresses,
+                    experts,
+                    queue_s,
+                    self._capacity,
+                    len(held),
+                    leaving,
+                )
+                bodies = record.to_bodies(self._endpoint.config.dht.max_body_bytes)
+                key = record_key(name)
+                puts += [Put(key, body, self._ttl_s, subkey, renew=False) for subkey, body in bodies.items()]
+                outdated += [(key, str(i)) for i in range(len(bodies), self._written.get(name, 0))]
+                self._written[name] = len(bodies)
+            try:
+                accepted = await self._endpoint.dht.put_many(puts)
+                for key, subkey in outdated:
+                    await self._endpoint.dht.delete(key, subkey)
+            except SwarmError as error:
+                self._runtime.emit(AnnouncementFailed(str(error)))
+            else:
+                if not all(accepted):
+                    self._runtime.emit(AnnouncementFailed("No peer took a record."))
+
+    async def withdraw(self) -> None:
+        """Delete every record."""
+        for name, count in sorted(self._written.items()):
+            for i in range(count):
+                try:
+                    await self._endpoint.dht.delete(record_key(name), str(i))
+                except SwarmError as error:
+                    self._runtime.emit(AnnouncementFailed(f"A record could not be withdrawn: {error.message}"))
+
+    async def look(self) -> list[HostRecord] | None:
+        """The other hosts' records, all grids joined; none if the DHT cannot be read."""
+        keys = [record_key(name) for name in self._grids]
+        try:
+            found = await self._endpoint.dht.get_many(keys, fresh=True)
+        except SwarmError as error:
+            self._runtime.emit(AnnouncementFailed(f"The records of the hosts cannot be read: {error.message}"))
+            return None
+        records: list[HostRecord] = []
+        for key in keys:
+            for entry in found[key]:
+                if entry.author == self._endpoint.peer_id:
+                    continue
+                try:
+                    records.append(HostRecord.from_body(entry.author, entry.body))
+                except MalformedFrameError as error:
+                    self._runtime.emit(HostRecordIgnored(str(entry.author), error.message))
+        return merge_records(records)
