@@ -98,7 +98,7 @@ class ExpertBackend:
     Attributes:
         weight_version: Optimizer steps applied since the initial weights, on whichever host.
         applied_requests: Requests whose gradients this replica has applied.
-        own_steps: Steps of this replica since it was created or last copied another.
+        own_steps: Steps that only this replica has: since it was created, copied another, or was last captured.
 
     Raises:
         ConfigError, UnknownExpertClassError: The class is not installed, or does not accept the config.

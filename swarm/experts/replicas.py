@@ -74,7 +74,10 @@ def capture(backend: ExpertBackend) -> Snapshot:
                     tensors[f"optimizer.{index}.{name}"] = value
                 elif isinstance(value, bool | int | float):
                     scalars.setdefault(str(index), {})[name] = value
-    return Snapshot.build(tensors, {"uid": backend.uid, "weight_version": backend.weight_version, "scalars": scalars})
+    metadata = {"uid": backend.uid, "weight_version": backend.weight_version, "scalars": scalars}
+    snapshot = Snapshot.build(tensors, metadata)
+    backend.own_steps = 0
+    return snapshot
 
 
 def _model_state(backend: ExpertBackend) -> dict[str, Tensor]:
