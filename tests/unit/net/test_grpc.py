@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -60,6 +61,13 @@ def test_control_and_bulk_have_connections_of_their_own(grpc_world: GrpcWorld) -
         for _ in range(4):
             await stream_once(a, b)
         assert a._links[b.peer_id].channels == 3
+        port = split_address(b.contact.addresses[0])[1]
+        established = [
+            c
+            for c in psutil.net_connections(kind="tcp")
+            if c.raddr and c.raddr.port == port and c.status == psutil.CONN_ESTABLISHED
+        ]
+        assert len(established) == 3
 
     grpc_world.run(main)
 
