@@ -98,7 +98,6 @@ class World(ABC):
     ) -> Endpoint:
         """A transport with a DHT on it, started and bootstrapped."""
         from swarm.dht.node import Dht
-
         from swarm.endpoint import Endpoint
 
         config = config or PeerConfig.preset("local")

@@ -1,0 +1,1 @@
+"""Benchmarks: run as modules, print one JSON line with `--json`."""
