@@ -8,6 +8,7 @@ that dies costs its part. A chunk holds either the survivors' weighted mean or t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -262,12 +263,11 @@ class ChunkReducer:
     def _values(self, own: Tensor, payload: bytes | None) -> Tensor:
         if payload is None:
             return own
-        staged = self._take("staged", len(payload), torch.uint8)
-        np.copyto(staged.numpy(), np.frombuffer(payload, dtype=np.uint8))
+        received = _peek(payload)
         if self._codec.is_copy:
-            return staged.view(own.dtype)
+            return received.view(own.dtype)
         decoded = self._take("decoded", own.numel(), own.dtype)
-        self._codec.decode_into(staged, decoded)
+        self._codec.decode_into(received, decoded)
         return decoded
 
     def _take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -288,6 +288,13 @@ def decode_chunk(codec: Codec, payload: bytes, out: Tensor) -> None:
     if codec.is_copy:
         tensor_bytes(out)[:] = payload
         return
-    staged = torch.empty(len(payload), dtype=torch.uint8)
-    np.copyto(staged.numpy(), np.frombuffer(payload, dtype=np.uint8))
-    codec.decode_into(staged, out)
+    codec.decode_into(_peek(payload), out)
+
+
+def _peek(payload: bytes) -> Tensor:
+    """The payload's own memory as a 1-d uint8 tensor: only for reading, and only while the payload is held.
+
+    torch takes no read-only buffers without a warning, and a copy of every chunk costs as much as its conversion.
+    """
+    pointer = ctypes.cast(ctypes.c_char_p(payload), ctypes.POINTER(ctypes.c_uint8))
+    return torch.from_numpy(np.ctypeslib.as_array(pointer, shape=(len(payload),)))

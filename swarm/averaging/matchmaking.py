@@ -20,6 +20,8 @@ from swarm.averaging.rounds import Alone, Group, Member, Mismatch, Outcome, Seal
 from swarm.identity import PeerId
 
 MAX_GROUP = 256
+MAX_NUDGES = 32
+"""Peers with higher numbers that one search tells about itself."""
 
 
 class Verdict(IntEnum):
@@ -176,6 +178,13 @@ class AskJoin:
 
 
 @dataclass(frozen=True, slots=True)
+class Nudge:
+    """Send `peer` the same request: it may not follow us yet, but learns that we look. Report only `AskFailed`."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerJoin:
     verdict: Verdict
     seal_within_s: float = 0.0
@@ -215,7 +224,7 @@ class Concluded:
     seal: Seal | None = None
 
 
-Instruction = AskJoin | AnswerJoin | OfferSeal | AnswerSeal | SendCommit | SendRelease | Concluded
+Instruction = AskJoin | Nudge | AnswerJoin | OfferSeal | AnswerSeal | SendCommit | SendRelease | Concluded
 
 
 def priority(key: str, peer: PeerId) -> bytes:
@@ -235,6 +244,7 @@ class _Search:
     hinted: bool = False
     """Whether hints arrived during this search: only then do we know whom to expect."""
     queue: list[PeerId] = field(default_factory=list)
+    nudged: dict[PeerId, None] = field(default_factory=dict)
     asking: PeerId | None = None
     asked_at: float = 0.0
     followers: dict[PeerId, Member] = field(default_factory=dict)
@@ -329,7 +339,7 @@ class Matchmaker:
                     self._search.hinted = True
                     if any(peer not in known for peer in self._hinted):
                         self._search.next_poll_at = now
-                return self._advance(now)
+                return self._nudge() + self._advance(now)
             case JoinAsked():
                 answer = self._asked(event, now)
                 return [answer, *self._advance(now)]
@@ -405,6 +415,16 @@ class Matchmaker:
         search.asking, search.asked_at = search.queue.pop(0), now
         return [AskJoin(search.asking)]
 
+    def _nudge(self) -> list[Instruction]:
+        """Tell those that could follow us that we look: else a peer between two rounds would not know."""
+        search = self._search
+        if search is None or self.phase is not Phase.LOOKING:
+            return []
+        new = [p for p in self._hinted if priority(self.key, p) > self._number and p not in search.nudged]
+        new = [p for p in new if p not in search.followers][: MAX_NUDGES - len(search.nudged)]
+        search.nudged.update(dict.fromkeys(new))
+        return [Nudge(peer) for peer in new]
+
     def _order(self, peer: PeerId) -> bytes:
         return priority(self.key, peer)
 
@@ -416,6 +436,9 @@ class Matchmaker:
                 self._waiting[peer] = now + min(event.patience_s, self.timing.window_s)
             return AnswerJoin(Verdict.NOT_LOOKING)
         if priority(self.key, peer) <= self._number:
+            # It nudges us: it looks, so it may be asked at once.
+            self._hinted.setdefault(peer)
+            search.next_poll_at = now
             return AnswerJoin(Verdict.WRONG_WAY)
         if event.schema_hash != search.terms.schema_hash:
             search.mismatch = self._mismatch(peer, event.schema_hash, search)

@@ -30,6 +30,7 @@ from swarm.averaging.matchmaking import (
     JoinAsked,
     MatchEvent,
     Matchmaker,
+    Nudge,
     OfferSeal,
     Released,
     SealAnswered,
@@ -155,7 +156,9 @@ class Seat:
     async def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case AskJoin(peer):
-                await self._ask(peer)
+                await self._ask(peer, report=True)
+            case Nudge(peer):
+                await self._ask(peer, report=False)
             case OfferSeal(seal):
                 me = self._endpoint.peer_id
                 async with asyncio.TaskGroup() as group:
@@ -187,7 +190,7 @@ class Seat:
                 MatchmakingImpaired(self.key, f"{contact.peer_id.short} was not told: {error.message}")
             )
 
-    async def _ask(self, peer: PeerId) -> None:
+    async def _ask(self, peer: PeerId, report: bool) -> None:
         contact = self._contacts.get(peer)
         search = self.matchmaker.terms
         if contact is None or search is None:
@@ -212,7 +215,8 @@ class Seat:
         except ValueError:
             self.feed(AskFailed(peer, "its answer is malformed"))
         else:
-            self.feed(JoinAnswered(peer, verdict, reply.seal_within_s, leader, bytes(reply.schema_hash)))
+            if report:
+                self.feed(JoinAnswered(peer, verdict, reply.seal_within_s, leader, bytes(reply.schema_hash)))
 
     async def _offer(self, member: Member, seal: Seal) -> None:
         request = pb.SealGroupRequest(key=self.key, nonce=seal.nonce, schema_hash=seal.schema_hash)

@@ -396,11 +396,14 @@ def test_use_errors_are_typed(world: World) -> None:
     world.run(main)
 
 
-def test_a_peer_that_looks_is_noticed_by_one_that_does_not(world: World) -> None:
+@pytest.mark.parametrize("looks_first", [0, 1])
+def test_a_peer_that_looks_is_noticed_by_one_that_does_not(world: World, looks_first: int) -> None:
     async def main() -> None:
         one, two = await mates(world, random_values(2))
         assert not two.averager.others_waiting
         first, second = sorted((one, two), key=lambda m: m.averager._seat.matchmaker._number)  # type: ignore[union-attr]
+        if looks_first == 0:
+            first, second = second, first
         looking = asyncio.create_task(second.averager.step_async())
         while not first.averager.others_waiting:
             await asyncio.sleep(0.02)

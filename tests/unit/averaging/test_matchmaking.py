@@ -27,6 +27,7 @@ from swarm.averaging.matchmaking import (
     JoinAsked,
     MatchEvent,
     Matchmaker,
+    Nudge,
     OfferSeal,
     Phase,
     Released,
@@ -159,6 +160,16 @@ class Net:
                     lambda a: self.feed(me, JoinAnswered(peer, a.verdict, a.seal_within_s, a.leader, a.schema_hash)),  # type: ignore[attr-defined]
                     lambda: self.feed(me, AskFailed(peer, "lost")),
                 )
+            case Nudge(peer):
+                terms = node.maker.terms
+                assert terms is not None
+                assert priority(KEY, peer) > priority(KEY, me)
+                self.call(
+                    peer,
+                    JoinAsked(Member(me, (), terms.weight), terms.schema_hash, 1.0),
+                    lambda a: None,
+                    lambda: self.feed(me, AskFailed(peer, "lost")),
+                )
             case OfferSeal(seal):
                 self.seals[seal.nonce] = seal
                 for member in seal.members:
@@ -287,9 +298,11 @@ def test_a_lone_peer_is_alone_soon() -> None:
     assert node.concluded_at < 1.0
 
 
-def test_others_that_do_not_look_make_too_few_and_are_remembered_as_asked() -> None:
+@pytest.mark.parametrize("looking", [0, 1])
+def test_others_that_do_not_look_make_too_few_but_learn_of_it(looking: int) -> None:
     net = Net(2, 0)
-    low, high = net.nodes
+    peers = list(net.nodes)
+    high, low = peers[looking], peers[1 - looking]
     net.begin(high, 0.0)
     asleep = net.nodes[low]
     net.at(0.5, lambda: setattr(asleep, "pledges", [b"waiting"] if asleep.maker.others_waiting(net.now) else []))
