@@ -109,7 +109,7 @@ class HostConfig(_Section):
     """Interval at which a secondary replica copies the primary."""
     placement_s: float = Field(3.0, gt=0)
     """Interval at which a host looks for experts that too few hosts hold."""
-    drain_timeout_s: float = Field(30.0, ge=0)
+    drain_timeout_s: float = Field(10.0, ge=0)
     """Patience of a leaving host for others to take its experts over."""
 
 
@@ -204,7 +204,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0},
         "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 5.0, "floor_s": 1.0, "cap_s": 10.0}},
         "dht": {"call_timeout_s": 1.0, "maintenance_s": 3.0},
-        "host": {"announce_ttl_s": 6.0, "replica_sync_s": 5.0, "placement_s": 1.0, "drain_timeout_s": 10.0},
+        "host": {"announce_ttl_s": 6.0, "replica_sync_s": 5.0, "placement_s": 1.0, "drain_timeout_s": 5.0},
         "averaging": {"matchmaking_s": 3.0, "round_timeout_s": 10.0, "chunk_timeout_s": 3.0},
     },
 }

@@ -231,13 +231,16 @@ class ExpertHost:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if drain and self._experts:
-            await self._hand_over()
-        await self._announcer.withdraw()
-        self._experts.clear()
-        self._replicas.sweep()
-        self._server.cache.clear()
-        await self._worker.close()
+        try:
+            if drain and self._experts:
+                await self._hand_over()
+            await self._announcer.withdraw()
+        finally:
+            # also when the caller's patience ends first
+            self._experts.clear()
+            self._replicas.sweep()
+            self._server.cache.clear()
+            await self._worker.close()
 
     async def _every(self, interval_s: float, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:

@@ -536,6 +536,29 @@ def test_a_leaving_host_hands_over(world: World) -> None:
     run(world, body)
 
 
+def test_a_host_that_is_not_given_the_time_to_hand_over_stops_all_the_same(world: World) -> None:
+    swarm = Swarm(world, grid("ffn.[0:2]", replicas=1))
+
+    async def body() -> None:
+        await swarm.begin(drain_timeout_s=100.0)
+        await swarm.settled(1)
+        swarm.hosts[0]._look = _blind  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await swarm.hosts[0].close(drain=True)
+        assert swarm.hosts[0].held == {}
+        with pytest.raises(UnknownExpertError):
+            await swarm.one("ffn.0", "forward", [torch.randn(1, HID)], swarm.ids.next())
+
+    run(world, body)
+
+
+async def _blind() -> bool:
+    """Looks for other hosts for ever."""
+    await asyncio.sleep(1000.0)
+    return False
+
+
 def test_the_last_host_leaves_at_once_and_says_what_is_lost(world: World) -> None:
     swarm = Swarm(world, grid("ffn.[0:2]"))
 
