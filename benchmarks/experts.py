@@ -221,7 +221,9 @@ def measure_hivemind(python: str) -> list[dict[str, Any]]:
             )
             if done.returncode:
                 raise SystemExit(f"hivemind failed on {name} with batch {batch}:\n{done.stderr[-2000:]}")
-            results.append(json.loads(done.stdout.strip().splitlines()[-1]))
+            results.append(
+                json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+            )
     return results
 
 
