@@ -6,12 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from swarm.net.loop import disable_grpc_fork_handlers
 from tests.support import GrpcWorld, MemoryWorld, World
 
 disable_grpc_fork_handlers()
 torch.set_num_threads(1)
+# The same examples on every run, and no speed limit: machines are shared. Fuzzing with new examples is in tests/long.
+settings.register_profile("swarm", deadline=None, derandomize=True, database=None)
+settings.load_profile("swarm")
 
 
 @pytest.fixture
