@@ -38,7 +38,7 @@ def device_flat(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.reshape(-1)
+    return tensor.reshape(-1).contiguous()  # one element expanded to a shape flattens to a view of stride 0
 
 
 def saturating_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

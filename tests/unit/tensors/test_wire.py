@@ -384,3 +384,10 @@ def test_bool_bytes_other_than_0_and_1_are_refused() -> None:
     assert from_frame(frame(header, b"\0\1\0"))[1][0].tolist() == [False, True, False]
     with pytest.raises(MalformedFrameError, match="bool"):
         from_frame(frame(header, b"\0\2\0"))
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_expanded_tensors_travel_as_what_they_look_like(codec: str) -> None:
+    for tensor in (torch.ones(1).expand(3, 2), torch.arange(2.0).expand(3, 2), torch.arange(3.0)[:, None].expand(3, 2)):
+        _, [back] = from_frame(to_frame({}, [tensor], codec))
+        assert torch.equal(back, tensor)
