@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from swarm.averaging.allreduce import FlatVector
+from swarm.averaging.decisions import Terms
 from swarm.averaging.exchange import Exchange
 from swarm.averaging.gossip import Strategy
-from swarm.averaging.matchmaking import Terms
 from swarm.averaging.rounds import Group, Round, RoundDegraded, RoundFinished, RoundReport, describe
 from swarm.averaging.service import AveragingService, Seat
 from swarm.errors import ClosedError, SchemaMismatchError, UsageError

@@ -12,10 +12,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from swarm.averaging.allreduce import equal_parts
-from swarm.averaging.exchange import EXCHANGE, Exchange
-from swarm.averaging.gossip import Gossip, Strategy
-from swarm.averaging.matchmaking import (
-    MAX_GROUP,
+from swarm.averaging.decisions import (
     AnswerJoin,
     AnswerSeal,
     AskFailed,
@@ -29,7 +26,6 @@ from swarm.averaging.matchmaking import (
     JoinAnswered,
     JoinAsked,
     MatchEvent,
-    Matchmaker,
     Nudge,
     OfferSeal,
     Released,
@@ -42,6 +38,9 @@ from swarm.averaging.matchmaking import (
     Timing,
     Verdict,
 )
+from swarm.averaging.exchange import EXCHANGE, Exchange
+from swarm.averaging.gossip import Gossip, Strategy
+from swarm.averaging.matchmaking import MAX_GROUP, Matchmaker
 from swarm.averaging.rounds import Member, Seal
 from swarm.endpoint import Endpoint
 from swarm.errors import ClosedError, MalformedFrameError, NoGroupError, SwarmError, UsageError

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.averaging.allreduce import equal_parts
-from swarm.averaging.matchmaking import (
+from swarm.averaging.decisions import (
     AnswerJoin,
     AnswerSeal,
     AskFailed,
@@ -26,10 +26,8 @@ from swarm.averaging.matchmaking import (
     JoinAnswered,
     JoinAsked,
     MatchEvent,
-    Matchmaker,
     Nudge,
     OfferSeal,
-    Phase,
     Released,
     SealAnswered,
     SealOffered,
@@ -39,8 +37,8 @@ from swarm.averaging.matchmaking import (
     Tick,
     Timing,
     Verdict,
-    priority,
 )
+from swarm.averaging.matchmaking import Matchmaker, Phase, priority
 from swarm.averaging.rounds import Alone, Group, Member, Mismatch, Seal, TooFew
 from swarm.identity import PeerId
 
