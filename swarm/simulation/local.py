@@ -322,6 +322,7 @@ class LocalSwarm:
             timer.start()
 
     def thaw(self, name: str) -> None:
+        """Let a frozen process go on."""
         self._child(name).thaw()
 
     def stop(self, name: str) -> None:
