@@ -61,10 +61,10 @@ def timeline(options: DemoOptions) -> FaultTimeline:
     frozen, killed = "host-0", f"host-{options.hosts - 1}"
     return FaultTimeline(
         [
-            Fault(0.20 * options.steps, "freeze", frozen, FREEZE_S),
-            Fault(0.40 * options.steps, "kill", killed),
-            Fault(0.55 * options.steps, "kill", victim),
-            Fault(0.60 * options.steps, "restart", victim),
+            Fault(0.15 * options.steps, "freeze", frozen, FREEZE_S),
+            Fault(0.30 * options.steps, "kill", killed),
+            Fault(0.42 * options.steps, "kill", victim),
+            Fault(0.46 * options.steps, "restart", victim),
         ]
     )
 

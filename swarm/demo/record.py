@@ -10,7 +10,7 @@ from typing import Any
 MAX_FINAL_LOSS = 2.9
 MIN_EXPERT_BENEFIT = 0.1
 MAX_SPREAD_AFTER = 1e-6
-WINDOW_MEASUREMENTS = 4
+WINDOW_MEASUREMENTS = 6
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class DemoRecord:
         return self.total("masked") / max(1, self.total("routed"))
 
     def windows(self) -> list[dict[str, Any]]:
-        """For each fault the mean of up to four held-out losses before and after it."""
+        """For each fault the mean of up to six held-out losses before and after it."""
         result = []
         values = [loss for _, loss in self.losses]
         for mark in self.marks:
@@ -119,8 +119,8 @@ class DemoRecord:
                     for other in self.trainers[b].rounds:
                         same = one["group"] == other["group"]
                         there = same and Path(one["file"]).exists() and Path(other["file"]).exists()
-                        if there and (latest is None or one["step"] > latest[0]):
-                            latest = (int(one["step"]), one, other)
+                        if there and (latest is None or one["number"] > latest[0]):
+                            latest = (int(one["number"]), one, other)
         if latest is None:
             return None
         difference = np.abs(np.load(latest[1]["file"]) - np.load(latest[2]["file"]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import swarm
-from swarm.averaging.rounds import Group
+from swarm.averaging.rounds import Group, Round
 from swarm.demo.corpus import WINDOW_BYTES, Corpus
 from swarm.demo.model import CONTEXT_BYTES, DIM, ByteModel, K, learning_rate
 from swarm.errors import ExpertError
@@ -28,6 +28,7 @@ TOKENS_PER_STEP = WINDOWS_PER_STEP * WINDOW_BYTES
 PEAK_LR = 3e-3
 KEPT_ROUNDS = 4
 WAIT_FOR_EXPERTS_S = 60.0
+WAIT_FOR_FIRST_S = 30.0
 RETRY_PAUSE_S = 0.1
 
 
@@ -71,7 +72,7 @@ class DemoHeldOut(Event):
 class DemoRound(Event):
     """A group averaged the trunk. `file` holds the parameters before and after it. [2, n] float32"""
 
-    step: int
+    number: int
     group: str
     members: tuple[str, ...]
     file: str
@@ -88,18 +89,22 @@ def train(peer: Peer, *, steps: int, seed: int, data: str | None, device: str, e
     corpus = Corpus.load(Path(data) if data else None, CONTEXT_BYTES)
     target = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     peer.wait_for_experts("ffn", min_fraction=1.0, timeout_s=WAIT_FOR_EXPERTS_S)
-    torch.manual_seed(seed)
-    experts = swarm.MixtureOfExperts(peer, "ffn", dim=DIM, k=K, k_min=0)
-    model = ByteModel(experts).to(target)
+    assert peer.config.data_dir is not None
+    with swarm.seeded(peer):
+        experts = swarm.MixtureOfExperts(peer, "ffn", dim=DIM, k=K, k_min=0)
+        model = ByteModel(experts).to(target)
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_LR)
-    rounds = _RoundRecorder(peer, model)
-    optimizer.register_step_post_hook(rounds.before_round)
-    averaging = swarm.ParameterAveraging(every=every, strategy=swarm.AllReduce())
-    with swarm.attach(model, optimizer, peer, averaging=averaging) as attachment:
+    averaging = swarm.ParameterAveraging(every=every, strategy=swarm.AllReduce(), overlap=False)
+    rounds = _RoundRecorder(peer, peer.config.data_dir / "rounds")
+    with swarm.attach(model, optimizer, peer, averaging, on_round=rounds.on_round) as attachment:
         peer.events.emit(DemoStarted(step=attachment.step, synced_from=str(attachment.synced_from or "")))
         tokens = 0
+        begun = peer.config.data_dir.parents[1] / "begun"  # in the directory that the processes share
         if index == 0:
             _measure(peer, model, corpus, attachment.step, target)
+            begun.touch()
+        else:
+            _wait_for(begun)
         while (step := attachment.step) < steps:
             windows = corpus.batch(WINDOWS_PER_STEP, CONTEXT_BYTES + WINDOW_BYTES, seed, index, step).to(target)
             for group in optimizer.param_groups:
@@ -113,7 +118,6 @@ def train(peer: Peer, *, steps: int, seed: int, data: str | None, device: str, e
                 time.sleep(RETRY_PAUSE_S)
                 continue
             optimizer.step()
-            rounds.after_step(attachment)
             tokens += windows.shape[0] * WINDOW_BYTES
             peer.log(loss=float(loss), step=attachment.step)
             peer.events.emit(_progress(attachment.step, tokens, experts))
@@ -121,6 +125,13 @@ def train(peer: Peer, *, steps: int, seed: int, data: str | None, device: str, e
                 _measure(peer, model, corpus, attachment.step, target)
         if index == 0:
             _measure(peer, model, corpus, attachment.step, target, masked_too=True)
+
+
+def _wait_for(file: Path) -> None:
+    """Let the first trainer measure the untrained model before anybody trains an expert."""
+    deadline = time.monotonic() + WAIT_FOR_FIRST_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _progress(step: int, tokens: int, experts: Any) -> DemoProgress:
@@ -157,36 +168,23 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 class _RoundRecorder:
     """Leaves each round's parameters, before and after, in a file of its own, and keeps the last few."""
 
-    def __init__(self, peer: Peer, model: nn.Module) -> None:
+    def __init__(self, peer: Peer, directory: Path) -> None:
         self._peer = peer
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        assert peer.config.data_dir is not None
-        self._directory = peer.config.data_dir / "rounds"
+        self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._before: Tensor | None = None
+        self._count = 0
         self._files: list[Path] = []
-        self._last_round: Any = None
 
-    def _flat(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self._parameters]).cpu()
-
-    def before_round(self, *_: Any) -> None:
-        """Registered on the optimizer before the averaging hook, so it runs between the step and the round."""
-        self._before = self._flat()
-
-    def after_step(self, attachment: Any) -> None:
-        """Record a round if the step that just ended included one."""
-        last = attachment.stats.last_round
-        if last is None or last is self._last_round or self._before is None:
+    def on_round(self, ended: Round, before: Tensor, after: Tensor) -> None:
+        """Given to `attach`."""
+        if not isinstance(ended.outcome, Group):
             return
-        self._last_round = last
-        if not isinstance(last.outcome, Group):
-            return
-        file = self._directory / f"{attachment.step:07d}.npy"
-        np.save(file, torch.stack([self._before, self._flat()]).numpy())
+        self._count += 1
+        file = self._directory / f"{self._count:06d}-{ended.outcome.nonce[:16]}.npy"
+        np.save(file, torch.stack([before, after]).float().cpu().numpy())
         self._files.append(file)
         while len(self._files) > KEPT_ROUNDS:
             self._files.pop(0).unlink(missing_ok=True)
         self._peer.events.emit(
-            DemoRound(step=attachment.step, group=last.outcome.nonce, members=last.members, file=str(file))
+            DemoRound(number=self._count, group=ended.outcome.nonce, members=ended.members, file=str(file))
         )

@@ -62,7 +62,7 @@ def test_spread_is_that_of_the_last_shared_round(tmp_path: Path) -> None:
     def add(trainer: str, group: str, step: int, before: float, after: float) -> None:
         file = tmp_path / f"{trainer}-{group}.npy"
         np.save(file, np.array([[before, 0.0], [after, 0.0]], dtype=np.float32))
-        record.take(trainer, {"kind": "DemoRound", "step": step, "group": group, "members": [], "file": str(file)})
+        record.take(trainer, {"kind": "DemoRound", "number": step, "group": group, "members": [], "file": str(file)})
 
     assert record.spreads(["a", "b"]) is None
     add("a", "g1", 10, 1.0, 0.5)
