@@ -26,5 +26,5 @@ def generate(out: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", type=Path, default=ROOT.parent, help="write under this folder instead of the project")
+    parser.add_argument("--check", type=Path, default=ROOT.parent, help="write under this folder, not the project")
     generate(parser.parse_args().check)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from swarm.averaging.averager import Averager as Averager
-    from swarm.averaging.rounds import Round as Round
     from swarm.averaging.allreduce import AllReduce as AllReduce
+    from swarm.averaging.averager import Averager as Averager
     from swarm.averaging.gossip import Gossip as Gossip
+    from swarm.averaging.rounds import Round as Round
     from swarm.config import PeerConfig as PeerConfig
     from swarm.errors import SwarmError as SwarmError
     from swarm.experts.moe import MixtureOfExperts as MixtureOfExperts

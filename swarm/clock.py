@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two readings: `time` for durations (never compared between peers), `wall` for invite and credential expiry only."""
+    """Two readings: `time` for durations, never compared between peers; `wall` for the expiry of invites only."""
 
     def time(self) -> float:
         """Monotonic seconds; agrees with the event loop's `loop.time()`."""

@@ -167,7 +167,7 @@ class PeerConfig(_Section):
             return cls.model_validate(_merged(_PRESETS[name], overrides))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"The configuration cannot be used: {problems}.", fix="Correct the named fields.") from error
+            raise ConfigError(f"The settings cannot be used: {problems}.", fix="Correct the named fields.") from error
 
     @classmethod
     def from_toml(cls, path: Path) -> PeerConfig:
@@ -175,7 +175,7 @@ class PeerConfig(_Section):
         try:
             values = tomllib.loads(path.read_text("utf-8"))
         except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as TOML: {error}", fix="Check the path and the syntax.") from error
+            raise ConfigError(f"{path} cannot be read as TOML: {error}", fix="Check path and syntax.") from error
         return cls.preset(values.pop("preset", "wan"), **values)
 
 

@@ -16,8 +16,8 @@ SwarmError                    exit  what went wrong
  └─ ProcessError      9xxx     10   processes that swarm started
 ```
 
-A message is a sentence that names the cause; `fix` says what to do about it. `code` is stable and travels on the wire, so
-that an error raised by a remote handler arrives as the same class (`remote` then names the peer that raised it).
+A message is a sentence that names the cause; `fix` says what to do about it. `code` is stable and travels on the wire,
+so that an error raised by a remote handler arrives as the same class (`remote` then names the peer that raised it).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The typed event stream: everything worth telling about a peer, in order, as small immutable values.
 
-A module defines its events as frozen dataclasses that derive from `Event`, next to the code that emits them. Degradations
-always carry a `reason`. Subscribers are called on the emitting thread and must return quickly.
+A module defines its events as frozen dataclasses that derive from `Event`, next to the code that emits them.
+Degradations always carry a `reason`. Subscribers are called on the emitting thread and must return quickly.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stamped:
 
 
 class EventStream:
-    """Collects the events of one peer: counts every kind, keeps the last `KEPT_EVENTS`, calls subscribers. Thread-safe."""
+    """The events of one peer: counts every kind, keeps the last `KEPT_EVENTS`, calls subscribers. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -106,15 +106,22 @@ class KeyPair:
         try:
             private = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (ValueError, TypeError, OSError) as error:
-            raise ConfigError(f"{path} holds no readable private key: {error}", fix="Restore it from a backup, or move it away to get a new key.") from error
+            raise ConfigError(
+                f"{path} holds no readable private key: {error}",
+                fix="Restore it from a backup, or move it away to get a new key.",
+            ) from error
         if not isinstance(private, Ed25519PrivateKey):
-            raise ConfigError(f"{path} holds a key of another kind than Ed25519.", fix="Name the file that swarm wrote.")
+            raise ConfigError(
+                f"{path} holds a key of another kind than Ed25519.", fix="Name the file that swarm wrote."
+            )
         return cls(private)
 
     def save(self, path: Path) -> None:
         """Write the private key as PEM, readable by its owner only, in one atomic step."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        pem = self._private_key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        pem = self._private_key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(pem)

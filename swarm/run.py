@@ -92,7 +92,7 @@ class Run:
         if config is None:
             transport = self._config.transport.model_copy(update={"port": 0, "announce": ()})
             config = self._config.model_copy(update={"transport": transport, "data_dir": None, "name": ""})
-        peer = join(self.invite(role), role=role, config=config)
+        peer = join(self.invite(role, expires=None), role=role, config=config)
         self._peers.append(peer)
         return peer
 

@@ -44,7 +44,9 @@ class Runtime:
     virtual: ClassVar[bool] = False
     """True in virtual time, where nothing may wait for a thread."""
 
-    def __init__(self, clock: Clock | None = None, rng: random.Random | None = None, events: EventStream | None = None) -> None:
+    def __init__(
+        self, clock: Clock | None = None, rng: random.Random | None = None, events: EventStream | None = None
+    ) -> None:
         self.clock: Clock = clock or SystemClock()
         self.rng = rng or random.Random()
         self.events = events or EventStream(self.clock)

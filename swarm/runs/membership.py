@@ -239,10 +239,7 @@ async def list_peers(dht: Dht, *, fresh: bool = True) -> list[PeerRecord]:
         dht: The DHT of the run.
         fresh: Ask the network rather than the local cache.
     """
-    if fresh:
-        found = {key: await dht.get(key, fresh=True) for key in ALL_PEER_KEYS}
-    else:
-        found = await dht.get_many(ALL_PEER_KEYS)
+    found = await dht.get_many(ALL_PEER_KEYS, fresh=fresh)
     records = []
     for key in ALL_PEER_KEYS:
         for entry in found.get(key, []):

@@ -1,8 +1,8 @@
 """Five hundred peers in virtual time: they join, publish, find each other's records, and leave. The same seed gives the
 same messages at the same times.
 
-Buckets of 8 instead of 20 and 3 replicas instead of 5: fewer hellos, which are most of the work, and more hops, which is
-what a large run is about.
+Buckets of 8 instead of 20 and 3 replicas instead of 5: fewer hellos, which are most of the work, and more hops, which
+is what a large run is about.
 """
 
 from __future__ import annotations
