@@ -53,7 +53,7 @@ def test_windows_take_the_means_around_each_fault() -> None:
         record.take("t", held_out(step, loss))
     assert record.windows() == [{"fault": "kill x", "before": 4.0, "after": 1.5}]
     record.mark("kill y")
-    assert record.windows()[1] == {"fault": "kill y", "before": 2.5, "after": None}
+    assert record.windows()[1] == {"fault": "kill y", "before": 3.0, "after": None}
 
 
 def test_spread_is_that_of_the_last_shared_round(tmp_path: Path) -> None:
