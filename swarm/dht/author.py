@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.dht.operations import Operations
@@ -50,6 +50,8 @@ class _Published:
     record: Record
     expires_s: float
     due_s: float
+    longest_s: float
+    """When the last copy of any version of this entry has expired; a tombstone must last as long."""
 
 
 class Author:
@@ -66,14 +68,18 @@ class Author:
         self._identity = identity
         self._run_id = run_id
         self._published: dict[tuple[str, str], _Published] = {}
+        self._signing = asyncio.Lock()
         self._earlier = asyncio.Event()
         self._next_s = math.inf
 
-    def own(self, key: str) -> list[Copy]:
-        """Our live records of a key, deletions included."""
+    def own(self, keys: Iterable[str]) -> dict[str, list[Copy]]:
+        """Our live records of each key, deletions included."""
         now_s = self._now()
-        mine = [p for (k, _), p in self._published.items() if k == key and p.expires_s > now_s]
-        return [Copy(p.record, p.expires_s) for p in mine]
+        mine: dict[str, list[Copy]] = {key: [] for key in keys}
+        for (key, _), published in self._published.items():
+            if key in mine and published.expires_s > now_s:
+                mine[key].append(Copy(published.record, published.expires_s))
+        return mine
 
     def _now(self) -> float:
         return self._do.runtime.clock.time()
@@ -93,25 +99,22 @@ class Author:
                     "Split it over several subkeys, or store where to fetch it from.",
                 )
         self._check_quota(drafts)
+        return await self._publish(drafts, again=False)
+
+    async def _publish(self, drafts: Sequence[Draft], *, again: bool) -> list[int]:
         accepted = [0] * len(drafts)
-        todo = list(range(len(drafts)))
-        floors = [0] * len(drafts)
-        for _ in range(ATTEMPTS):
-            copies = await self._sign([drafts[i] for i in todo], [floors[i] for i in todo])
-            placed = await self._do.place(copies)
-            again: list[int] = []
-            for i, copy in zip(todo, copies, strict=True):
+        todo = dict.fromkeys(range(len(drafts)), 0)  # index of a draft: the version that it must exceed
+        for attempt in range(ATTEMPTS):
+            copies = await self._sign([(i, drafts[i], floor) for i, floor in todo.items()], again=again or attempt > 0)
+            placed = await self._do.place(list(copies.values()))
+            todo = {}
+            for i, copy in copies.items():
                 outcome = placed[copy.record.place_id]
                 accepted[i] = max(accepted[i], outcome.accepted)
-                newest = self._published.get((copy.record.key, copy.record.subkey))
-                if newest is None or newest.record is not copy.record:
-                    continue  # we have published a newer one meanwhile
                 if copy.record.record_version <= outcome.outdated_by <= MAX_ADOPTED_VERSION:
-                    floors[i] = outcome.outdated_by
-                    again.append(i)
-            if not again:
+                    todo[i] = outcome.outdated_by
+            if not todo:
                 break
-            todo = again
         return accepted
 
     def _check_quota(self, drafts: Sequence[Draft]) -> None:
@@ -122,33 +125,49 @@ class Author:
         if len(self._published) + sum(name not in self._published for name in names) > limit:
             raise refused(Refusal.QUOTA, f"One peer publishes at most {limit} entries.", "Delete some.")
 
-    async def _sign(self, drafts: Sequence[Draft], floors: Sequence[int]) -> list[Copy]:
-        """Records with versions above everything we know of: our last one, our wall clock, and what a holder named."""
-        wall_ms = max(1, min(int(self._do.runtime.clock.wall() * 1000), MAX_ADOPTED_VERSION))
-        versions = []
-        for draft, floor in zip(drafts, floors, strict=True):
-            last = self._published.get((draft.key, draft.subkey))
-            known = max(floor, last.record.record_version if last else 0)
-            versions.append(min(MAX_VERSION - 1, max(known + 1, wall_ms)))
+    async def _sign(self, wanted: Sequence[tuple[int, Draft, int]], *, again: bool) -> dict[int, Copy]:
+        """Records with versions above everything we know of: our last one, our wall clock, and what a holder named.
 
-        def sign_all() -> list[Record]:
-            return [
-                sign_record(self._identity, self._run_id, d.key, d.subkey, d.body, version, d.ttl_ms, deleted=d.deleted,
-                            max_body_bytes=self._do.config.max_body_bytes)
-                for d, version in zip(drafts, versions, strict=True)
-            ]  # fmt: skip
+        Args:
+            wanted: Index, draft, and the version that it must exceed.
+            again: These have been published before; those that were replaced since are left out, lest they come back.
+        """
+        async with self._signing:
+            wanted = [w for w in wanted if not again or self._is_current(w[1])]
+            wall_ms = max(1, min(int(self._do.runtime.clock.wall() * 1000), MAX_ADOPTED_VERSION))
+            versions = []
+            for _, draft, floor in wanted:
+                last = self._published.get((draft.key, draft.subkey))
+                known = max(floor, last.record.record_version if last else 0)
+                versions.append(min(MAX_VERSION - 1, max(known + 1, wall_ms)))
 
-        records = sign_all() if len(drafts) <= INLINE_SIGNATURES else await self._do.runtime.offload(sign_all)
+            def sign_all() -> list[Record]:
+                return [
+                    sign_record(
+                        self._identity, self._run_id, d.key, d.subkey, d.body, version, d.ttl_ms, deleted=d.deleted,
+                        max_body_bytes=self._do.config.max_body_bytes,
+                    )
+                    for (_, d, _), version in zip(wanted, versions, strict=True)
+                ]  # fmt: skip
+
+            few = len(wanted) <= INLINE_SIGNATURES
+            records = sign_all() if few else await self._do.runtime.offload(sign_all)
+            return {i: self._remember(draft, record) for (i, draft, _), record in zip(wanted, records, strict=True)}
+
+    def _is_current(self, draft: Draft) -> bool:
+        published = self._published.get((draft.key, draft.subkey))
+        return published is not None and published.draft is draft
+
+    def _remember(self, draft: Draft, record: Record) -> Copy:
         now_s = self._now()
-        copies = []
-        for draft, record in zip(drafts, records, strict=True):
-            copy = Copy(record, now_s + record.ttl_ms / 1000)
-            due_s = now_s + self._interval_s(draft) if draft.renew else math.inf
-            self._published[draft.key, draft.subkey] = _Published(draft, record, copy.expires_s, due_s)
-            if due_s < self._next_s:
-                self._earlier.set()
-            copies.append(copy)
-        return copies
+        copy = Copy(record, now_s + record.ttl_ms / 1000)
+        due_s = now_s + self._interval_s(draft) if draft.renew else math.inf
+        last = self._published.get((draft.key, draft.subkey))
+        longest_s = max(copy.expires_s, last.longest_s if last else 0.0)
+        self._published[draft.key, draft.subkey] = _Published(draft, record, copy.expires_s, due_s, longest_s)
+        if due_s < self._next_s:
+            self._earlier.set()
+        return copy
 
     def _interval_s(self, draft: Draft) -> float:
         config = self._do.config
@@ -163,19 +182,21 @@ class Author:
             found = entries.get((self._identity.peer_id, subkey))
             if found is None or found.record.deleted:
                 return
-            record = found.record
-            last = _Published(
-                Draft(key, subkey, record.body, record.ttl_ms, renew=False), record, found.expires_s, math.inf
-            )
+            draft = Draft(key, subkey, found.record.body, found.record.ttl_ms, renew=False)
+            last = _Published(draft, found.record, found.expires_s, math.inf, found.expires_s)
             self._published[key, subkey] = last
         if not last.draft.deleted:
-            await self.publish([Draft(key, subkey, b"", last.draft.ttl_ms, renew=False, deleted=True)])
+            await self.publish([self._tombstone(last)])
+
+    def _tombstone(self, last: _Published) -> Draft:
+        ttl_ms = max(last.draft.ttl_ms, math.ceil((last.longest_s - self._now()) * 1000))
+        return Draft(last.draft.key, last.draft.subkey, b"", ttl_ms, renew=False, deleted=True)
 
     async def withdraw(self) -> None:
         """Delete everything that we have published, in one go."""
         now_s = self._now()
-        live = [p.draft for p in self._published.values() if p.expires_s > now_s and not p.draft.deleted]
-        await self.publish([Draft(d.key, d.subkey, b"", d.ttl_ms, renew=False, deleted=True) for d in live])
+        live = [p for p in self._published.values() if p.expires_s > now_s and not p.draft.deleted]
+        await self.publish([self._tombstone(published) for published in live])
 
     async def run(self) -> None:
         """Renew records when they are due, until cancelled."""
@@ -194,7 +215,6 @@ class Author:
         for published in list(self._published.values()):
             if published.due_s <= now_s + TOGETHER * self._interval_s(published.draft):
                 due.append(published.draft)
-        for draft, accepted in zip(due, await self.publish(due), strict=True):
-            published_now = self._published.get((draft.key, draft.subkey))
-            if not accepted and published_now is not None and published_now.draft is draft:
-                published_now.due_s = self._now() + EAGER * self._interval_s(draft)
+        for draft, accepted in zip(due, await self._publish(due, again=True), strict=True):
+            if not accepted and self._is_current(draft):
+                self._published[draft.key, draft.subkey].due_s = self._now() + EAGER * self._interval_s(draft)

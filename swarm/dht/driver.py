@@ -86,6 +86,9 @@ class Driver:
                 async with asyncio.timeout_at(until_s):
                     ask = await results.get()
             except TimeoutError:
+                await asyncio.sleep(0)
+                if not results.empty():
+                    continue  # the loop was held up, not the peers
                 if loop.time() >= give_up_s or oldest is None:
                     return
                 del waiting[oldest]

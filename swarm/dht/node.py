@@ -97,11 +97,11 @@ class Dht:
         if not others:
             return
         self._upkeep.remember(others)
-        reasons: dict[str, str] = {}
-        await self._upkeep.join(others, reasons)
+        reasons = await self._upkeep.greet(others)
         if not self.peers():
             message = f"None of {len(others)} bootstrap peers answered."
             raise BootstrapError(message, fix="Check the addresses, or try later.", reasons=reasons)
+        await self._upkeep.join()
         await self._upkeep.refresh_all()
 
     async def put(self, key: str, body: Any, *, subkey: str = "", ttl_s: float, renew: bool = True) -> int:
@@ -181,7 +181,7 @@ class Dht:
 
     async def _read(self, keys: Sequence[str], *, fresh: bool) -> Merged:
         try:
-            return await self._do.read({key: self._author.own(key) for key in keys}, full=fresh)
+            return await self._do.read(self._author.own(keys), full=fresh)
         finally:
             if not fresh:
                 for key in keys:

@@ -71,24 +71,13 @@ class Operations:
         self.book.table.touch(target)
         return self.book.table.nearest(target, self.config.bucket_size)
 
-    async def lookup(
-        self, lookups: Sequence[Lookup], parallelism: int | None = None, reasons: dict[str, str] | None = None
-    ) -> None:
-        """Run lookups of peers.
-
-        Args:
-            reasons: Takes, for each address that failed, why.
-        """
+    async def lookup(self, lookups: Sequence[Lookup], parallelism: int | None = None) -> None:
+        """Run lookups of peers."""
         width = max(lookup.width for lookup in lookups)
         count = min(self.config.bucket_size, width + SPARE_CONTACTS)
 
         async def send(ask: Ask) -> None:
-            try:
-                found = await self.protocol.find(ask.node, [_position(lookup.target) for lookup in ask.lookups], count)
-            except SwarmError as error:
-                if reasons is not None:
-                    reasons.update(dict.fromkeys(ask.node.contact.addresses, str(error)))
-                raise
+            found = await self.protocol.find(ask.node, [_position(lookup.target) for lookup in ask.lookups], count)
             for lookup, part in zip(ask.lookups, found, strict=True):
                 lookup.answered(ask.node, part.nearest)
 

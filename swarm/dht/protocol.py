@@ -12,6 +12,7 @@ from swarm.dht.routing import ID_BYTES, AddressBook, PeerNode
 from swarm.dht.storage import Storage, cursor
 from swarm.errors import (
     CallTimeoutError,
+    ClosedError,
     ConnectionLostError,
     MalformedFrameError,
     NotAuthorizedError,
@@ -106,10 +107,18 @@ class Protocol:
     async def ping(self, node: PeerNode) -> bool:
         """Whether the peer answers."""
         try:
-            await self._call(node, PING, pb.DhtPingRequest(sender=self._transport.contact.addresses))
+            await self._call(node, PING, self._ping())
         except SwarmError:
             return False
         return True
+
+    async def greet(self, node: PeerNode) -> None:
+        """A first ping, with the patience that a new connection takes. Raises what `Transport.call` raises."""
+        patience_s = self._config.call_timeout_s + self._transport.config.transport.connect_timeout_s
+        await self._call(node, PING, self._ping(), patience_s)
+
+    def _ping(self) -> pb.DhtPingRequest:
+        return pb.DhtPingRequest(sender=self._transport.contact.addresses)
 
     async def find(self, node: PeerNode, targets: Sequence[bytes | str], count: int) -> list[Found]:
         """Ask a peer about positions (bytes) and keys (str).
@@ -187,17 +196,23 @@ class Protocol:
             used += copy.wire_bytes
         return batches
 
-    async def _call(self, node: PeerNode, method: UnaryMethod[Request, Response], request: Request) -> Response:
-        contact = node.contact
+    async def _call(
+        self, node: PeerNode, method: UnaryMethod[Request, Response], request: Request, timeout_s: float | None = None
+    ) -> Response:
+        contact, cap_s = node.contact, timeout_s or self._config.call_timeout_s
+        begun_s = self._runtime.clock.time()
         try:
-            answer = await self._transport.call(contact, method, request, timeout_s=self._config.call_timeout_s)
-        except RateLimitedError:
-            raise  # a sign of life, and no reason to forget a peer
+            answer = await self._transport.call(contact, method, request, timeout_s=cap_s)
+        except (RateLimitedError, ClosedError):
+            raise  # a sign of life, or our own end: no reason to forget a peer
         except SwarmError as error:
             if isinstance(error, NotAuthorizedError):
                 self.may_store = False
-            elif self._book.failed(contact, surely=not isinstance(error, _PASSING)):
-                self._runtime.emit(ContactDropped(peer=str(contact.peer_id), reason=str(error)))
+            else:
+                # a refusal is quick; what took long, be it only to connect, may have been our own fault
+                quick = self._runtime.clock.time() - begun_s < cap_s / 2
+                if self._book.failed(contact, surely=quick and not isinstance(error, _PASSING)):
+                    self._runtime.emit(ContactDropped(peer=str(contact.peer_id), reason=str(error)))
             raise
         self._seen(contact)
         return answer

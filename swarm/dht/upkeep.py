@@ -10,6 +10,7 @@ from swarm.dht.events import Rejoined
 from swarm.dht.operations import Operations
 from swarm.dht.records import Copy, position_of
 from swarm.dht.routing import Bucket, PeerNode
+from swarm.errors import SwarmError
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
 
@@ -21,6 +22,10 @@ REFRESHES = 2
 """Buckets refreshed in one round."""
 REFRESH_ROUNDS = 10
 """Rounds after which a bucket in which nothing was looked up is refreshed."""
+JOIN_PARALLELISM = 8
+"""Requests in flight while a peer looks for its neighbours: it has many of them to meet."""
+GREET_GRACE = 0.1
+"""Call timeouts that further first contacts get once one has answered."""
 PUSHERS = 2
 """So many of a record's nearest holders hand it to a new neighbour (one could be frozen)."""
 
@@ -133,14 +138,36 @@ class Upkeep:
             if lonely:
                 self._do.runtime.emit(Rejoined(peers=len(table.all_nodes()), reason="every known peer had been lost"))
 
-    async def join(self, contacts: Sequence[Contact] = (), reasons: dict[str, str] | None = None) -> None:
-        """Find our neighbours, who thereby learn of us.
+    async def greet(self, contacts: Sequence[Contact]) -> dict[str, str]:
+        """Ping peers all at once, until one has answered and the others have had a moment to.
 
-        Args:
-            contacts: Peers to start from, besides those in the table.
-            reasons: Takes, for each address that failed, why.
+        Returns:
+            Why each address failed, as far as known.
         """
+        reasons: dict[str, str] = {}
+        answered = asyncio.Event()
+        left = len(contacts)
+
+        async def one(contact: Contact) -> None:
+            nonlocal left
+            try:
+                await self._do.protocol.greet(PeerNode(contact))
+            except SwarmError as error:
+                reasons.update(dict.fromkeys(contact.addresses, str(error)))
+            else:
+                answered.set()
+            finally:
+                left -= 1
+                if not left:
+                    answered.set()
+
+        tasks = [self._do.driver.spawn(one(contact), "dht-greet") for contact in contacts]
+        await answered.wait()
+        await asyncio.wait(tasks, timeout=GREET_GRACE * self._do.config.call_timeout_s)
+        return reasons
+
+    async def join(self) -> None:
+        """Find our neighbours, who thereby learn of us."""
         own, config = self._book.me.long_id, self._do.config
-        seeds = [PeerNode(contact) for contact in contacts if contact.peer_id != self._book.me.contact.peer_id]
-        lookup = Lookup(own, config.bucket_size, [*seeds, *self._do.seeds(own)])
-        await self._do.lookup([lookup], max(config.parallelism, len(seeds)), reasons)
+        lookup = Lookup(own, config.bucket_size, self._do.seeds(own))
+        await self._do.lookup([lookup], max(config.parallelism, JOIN_PARALLELISM))

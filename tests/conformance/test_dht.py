@@ -366,6 +366,34 @@ def test_records_expire_unless_they_are_renewed(memory_world: MemoryWorld) -> No
     memory_world.run(main)
 
 
+def test_a_renewal_never_brings_an_older_body_back(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        peers = await network(memory_world, 6, WAN)
+        for i in range(60):  # puts at all distances from renewals, which come every 0.8 s or so
+            await asyncio.gather(*(peers[0].dht.put("k", [i, j], subkey=str(j), ttl_s=2) for j in range(3)))
+            await asyncio.sleep(0.37)
+            found = {e.subkey: e.body for e in await peers[5].dht.get("k", fresh=True)}
+            assert found == {str(j): [i, j] for j in range(3)}
+
+    memory_world.run(main)
+
+
+def test_a_tombstone_outlasts_every_earlier_version(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        peers = await network(memory_world, 8, WAN)
+        await peers[0].dht.put("k", "long", ttl_s=900, renew=False)
+        missed = nearest(peers[1:7], "k")[0]
+        memory_world.network.partition([[missed.peer_id]])  # it keeps the first version
+        await peers[0].dht.put("k", "short", ttl_s=10, renew=False)
+        await peers[0].dht.delete("k")
+        await asyncio.sleep(60)
+        memory_world.network.partition(None)
+        await asyncio.sleep(120)
+        assert await peers[7].dht.get("k", fresh=True) == []
+
+    memory_world.run(main)
+
+
 def test_records_survive_their_holders_one_generation_after_the_other(memory_world: MemoryWorld) -> None:
     async def main() -> None:
         peers = await network(memory_world, 24, WAN)

@@ -59,7 +59,7 @@ def live(count: int, seed: int) -> Outcome:
         for peer in leaving:
             await peer.dht.close()
             await peer.transport.close(grace_s=0)
-        found_after = await look(staying)
+        found_after = await look(staying[::3])
         for kind in (TaskFailed, RecordRefused):
             assert sum(p.runtime.events.count(kind) for p in peers) == 0
         now_s = asyncio.get_running_loop().time()
@@ -75,7 +75,7 @@ def live(count: int, seed: int) -> Outcome:
 def test_five_hundred_peers_join_find_records_and_leave_the_same_way_twice() -> None:
     once = live(500, seed=3)
     assert once.found == 500
-    assert once.found_after >= 0.96 * 375
+    assert once.found_after >= 0.96 * 125
     assert once.virtual_s < 120
     assert live(500, seed=3) == once
 
