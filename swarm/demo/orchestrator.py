@@ -10,7 +10,7 @@ from swarm.demo.corpus import Corpus
 from swarm.demo.model import CONTEXT_BYTES, DIM, INNER
 from swarm.demo.options import GRID, DemoOptions
 from swarm.demo.record import DemoRecord, judge
-from swarm.errors import ProcessError, SwarmError
+from swarm.errors import ProcessError, SwarmError, UsageError
 from swarm.experts.spec import ExpertGrid, OptimizerSpec
 from swarm.observe.report import SwarmView
 from swarm.simulation.faults import Fault, FaultTimeline, apply
@@ -73,10 +73,11 @@ def run_demo(options: DemoOptions, observer: Observer | None = None) -> dict[str
     """Run the demo to its end and return its result: the keys of the JSON line, and `losses` and `problems` on top.
 
     Raises:
-        UsageError: The text cannot be used.
+        UsageError: The text or the device cannot be used.
         ProcessError: A process could not be started, or training stalled.
     """
     began = time.monotonic()
+    check_device(options.device)
     corpus = Corpus.load(options.data, CONTEXT_BYTES)
     grid = ExpertGrid(
         options.pattern,
@@ -117,6 +118,19 @@ def run_demo(options: DemoOptions, observer: Observer | None = None) -> dict[str
     result["seconds"] = round(time.monotonic() - began, 1)
     result["problems"] = judge(result, faults=options.faults, builtin_text=options.data is None)
     return {"ok": not result["problems"], **result}
+
+
+def check_device(device: str) -> None:
+    """Raise `UsageError` unless this machine has the device (`auto` always works)."""
+    import torch
+
+    if device == "auto":
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise UsageError(f"There is no device {device!r} here: {why}", fix="Use --device cpu or auto.") from error
 
 
 class _Conductor:

@@ -13,6 +13,7 @@ from swarm.cli.main import app
         (["--hosts", "1"], "With one host"),
         (["--experts", "7"], "7 experts"),
         (["--steps", "1"], "too few"),
+        (["--device", "abacus"], "no device"),
         (["--data", "no/such/file.txt"], "cannot be read"),
     ],
 )
