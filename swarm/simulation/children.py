@@ -70,6 +70,7 @@ class ChildProcess:
         self.frozen = False
         self.stage = "not started"
         self.details: dict[str, Any] = {}
+        self._joined = False
         self._popen: subprocess.Popen[bytes] | None = None
         self._offset = 0
         self._lock = threading.RLock()
@@ -87,7 +88,8 @@ class ChildProcess:
             self.config.path.mkdir(parents=True, exist_ok=True)
             file = self.config.write()
             self.refresh()  # skips what an earlier life wrote
-            self.stage, self.details, self.killed, self.frozen = "starting", {}, False, False
+            self.stage, self.details = "starting", {}
+            self.killed = self.frozen = self._joined = False
             self._popen = spawn(
                 ["swarm.simulation.process", str(file)],
                 log=self.config.path / LOG_FILE,
@@ -118,7 +120,7 @@ class ChildProcess:
         if self.running:
             if self.frozen:
                 return "frozen"
-            return "ready" if self.stage in ("ready", "leaving") else "starting"
+            return "ready" if self._joined else "starting"
         return self.stage if self.stage in ("left", "done") else "failed"
 
     def refresh(self) -> None:
@@ -128,6 +130,7 @@ class ChildProcess:
             for record in records:
                 self.stage = str(record.pop("stage", self.stage))
                 self.details = {**self.details, **record}
+                self._joined = self._joined or self.stage == "ready"
                 self.peer_id = self.details.get("peer_id", self.peer_id)
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -136,7 +139,7 @@ class ChildProcess:
         while True:
             alive = self.running
             self.refresh()
-            if self.stage in ("ready", "leaving", "left", "done"):
+            if self._joined:  # whatever became of it since
                 return
             if self.stage == "failed" or not alive:
                 during = self.details.get("during", self.stage)

@@ -130,6 +130,7 @@ def run_process(config: ProcessConfig, stage: Stage, stop: StopRequest) -> None:
         if train is None:
             stop.event.wait()
         else:
+            stage.set("training")
             stop.begin_training()
             try:
                 train(peer, **config.train_args)

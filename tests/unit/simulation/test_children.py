@@ -86,6 +86,14 @@ def test_status_lines_tell_stage_and_identity(tmp_path: Path) -> None:
     assert (one.stage, one.peer_id) == ("ready", "abc")
 
 
+def test_a_process_that_failed_after_it_had_joined_did_start(tmp_path: Path) -> None:
+    one = child(tmp_path)
+    append_json(tmp_path / STATUS_FILE, {"stage": "ready", "peer_id": "abc"})
+    append_json(tmp_path / STATUS_FILE, {"stage": "failed", "during": "training", "error": "bad luck"})
+    one.wait_ready(timeout_s=1.0)
+    assert one.state == "failed"
+
+
 def test_a_failed_start_names_the_stage_and_shows_the_log(tmp_path: Path) -> None:
     one = child(tmp_path)
     (tmp_path / "log.txt").write_text("\n".join(f"line {i}" for i in range(100)))
