@@ -113,6 +113,8 @@ class Attachment:
         self._load_state()
         self._averager = Averager(peer, self._parameters, key, averaging.strategy)
         self._hook = optimizer.register_step_post_hook(self._after_step)
+        if self.synced_from is None:
+            self._publish(None)
 
     # Step boundaries -------------------------------------------------------------------------------------------------
 
@@ -264,8 +266,8 @@ def attach(
     """Let an ordinary training loop take part in the run.
 
     At the start the newest state that another trainer offers under `key` is downloaded: parameters, buffers, optimizer
-    state and step. Without one, training begins with the model's own weights: build it under `swarm.training.seeded`,
-    so that trainers which start together agree. After that nothing changes in your loop: a hook after
+    state and step. Without one, training begins with the model's own weights, which are offered to later trainers at
+    once; build the model under `swarm.seeded`, so that trainers which start at the same moment agree too. After that nothing changes in your loop: a hook after
     `optimizer.step()` averages the trainable parameters every `averaging.every` steps and publishes the state for
     joiners. Parameters are written in place, on the thread that calls `step`, between steps. A lone trainer trains
     alone; nothing that other peers do raises.

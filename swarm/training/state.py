@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swarm.endpoint import Endpoint
-from swarm.errors import SchemaMismatchError, SwarmError
+from swarm.errors import NonFiniteError, SchemaMismatchError, SwarmError
 from swarm.events import Event
 from swarm.net.transport import Contact
 from swarm.state.transfer import PartialSnapshot, Snapshot, fetch_snapshot
+from swarm.tensors.schema import check_finite
 
 PARAMETER, BUFFER, OPTIMIZER = "param/", "buffer/", "optim/"
 MAX_DONORS = 5
@@ -136,8 +137,17 @@ def _placed(value: Tensor, parameter: nn.Parameter, key: str, optimizer: Optimiz
     return value.clone() if stays else value.to(parameter.device, copy=True)
 
 
+def _check_finite(snapshot: Snapshot) -> None:
+    for name, tensor in snapshot.tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            check_finite(tensor, f"state {name!r}")
+
+
 async def download_newest(endpoint: Endpoint, key: str) -> tuple[Snapshot, Contact] | None:
-    """The newest state that a donor announces under a key; none if nobody does, or nobody could give it."""
+    """The newest state that a donor announces under a key; none if nobody does, or nobody could give it.
+
+    A donor whose state holds NaN or infinity is passed over.
+    """
     try:
         entries = await endpoint.dht.get(state_key(key), fresh=True)
     except SwarmError as error:
@@ -159,11 +169,12 @@ async def download_newest(endpoint: Endpoint, key: str) -> tuple[Snapshot, Conta
                 snapshot = await fetch_snapshot(
                     endpoint, donor, state_key(key), timeout_s=DOWNLOAD_TIMEOUT_S, resume=partial
                 )
+                await endpoint.runtime.offload(_check_finite, snapshot)
                 return snapshot, donor
             except SwarmError as error:
                 reasons.append(f"{donor.peer_id.short}: {error.message}")
-                if not partial.done_bytes:
-                    break  # it gave nothing: ask another
+                if not partial.done_bytes or isinstance(error, NonFiniteError):
+                    break  # it gave nothing, or nothing that can be used: ask another
     if reasons:
         endpoint.runtime.emit(StateNotLoaded(key, "; ".join(reasons)[:500]))
     return None

@@ -82,7 +82,7 @@ def test_blocking_rounds_equal_the_averaged_reference(trainers: Make) -> None:
         assert attachment.stats.rounds == steps
         assert attachment.stats.outcomes == {"Group": steps}
         assert isinstance(attachment.stats.last.outcome, Group)  # type: ignore[union-attr]
-        assert attachment.synced_from is None
+    assert attachments[0].synced_from is None
         attachment.close()
 
 
@@ -198,6 +198,34 @@ def test_a_donor_that_is_gone_is_an_event_and_training_begins_anyway(trainers: M
         assert attachment.step == 0
         (event,) = late.events.recent(StateNotLoaded)
         assert first.endpoint.peer_id.short in event.event.reason  # type: ignore[attr-defined]
+
+
+def test_trainers_begin_with_the_weights_of_the_first(trainers: Make) -> None:
+    first, second = trainers(2)
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with attach(model, torch.optim.SGD(model.parameters(), lr=0.1), first, BLOCKING):
+        wait_for_record(first, 0)
+        with attach(other, torch.optim.SGD(other.parameters(), lr=0.1), second, BLOCKING) as joined:
+            assert joined.synced_from == str(first.endpoint.peer_id)
+            assert joined.step == 0
+            assert torch.equal(vector(other), vector(model))
+
+
+def test_state_with_nan_is_passed_over(trainers: Make) -> None:
+    first, late = trainers(2)
+    broken = model_of(first)
+    optimizer = torch.optim.SGD(broken.parameters(), lr=0.1)
+    with torch.no_grad():
+        next(broken.parameters()).view(-1)[0] = float("nan")
+    with attach(broken, optimizer, first, BLOCKING):
+        wait_for_record(first, 0)
+        model = model_of(late)
+        before = vector(model).clone()
+        with attach(model, torch.optim.SGD(model.parameters(), lr=0.1), late, BLOCKING) as attachment:
+            assert attachment.synced_from is None
+            assert torch.equal(vector(model), before)
+        (event,) = late.events.recent(StateNotLoaded)
+        assert "NaN" in event.event.reason  # type: ignore[attr-defined]
 
 
 # The contract of a torch optimizer ----------------------------------------------------------------------------------
