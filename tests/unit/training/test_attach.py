@@ -82,8 +82,8 @@ def test_blocking_rounds_equal_the_averaged_reference(trainers: Make) -> None:
         assert attachment.stats.rounds == steps
         assert attachment.stats.outcomes == {"Group": steps}
         assert isinstance(attachment.stats.last.outcome, Group)  # type: ignore[union-attr]
-    assert attachments[0].synced_from is None
         attachment.close()
+    assert attachments[0].synced_from is None
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), Gossip()])
