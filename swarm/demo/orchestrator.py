@@ -9,7 +9,8 @@ from typing import Any
 from swarm.demo.corpus import Corpus
 from swarm.demo.model import CONTEXT_BYTES, DIM, INNER
 from swarm.demo.options import GRID, DemoOptions
-from swarm.demo.record import DemoRecord, judge
+from swarm.demo.record import WINDOW_MEASUREMENTS, DemoRecord, judge
+from swarm.demo.trainer import HOLD_FILE
 from swarm.errors import ProcessError, SwarmError, UsageError
 from swarm.experts.spec import ExpertGrid, OptimizerSpec
 from swarm.observe.report import SwarmView
@@ -19,7 +20,7 @@ from swarm.simulation.local import LocalSwarm
 EXPERT_LR = 2e-3
 AVERAGE_EVERY = 20
 MEASUREMENTS = 60
-FREEZE_S = 6.0
+FREEZE_S = 5.0
 POLL_S = 0.25
 VIEW_EVERY_S = 1.0
 START_TIMEOUT_S = 120.0
@@ -149,7 +150,7 @@ class _Conductor:
         self._view_at = 0.0
         self._first_token_at: float | None = None
         self._last_token_at = 0.0
-        self._said_thaw = False
+        self._returning: str | None = None
 
     def conduct(self) -> dict[str, Any]:
         """Follow the training until every trainer has ended, then report."""
@@ -164,6 +165,8 @@ class _Conductor:
             if self._record.step > furthest:
                 moved_at, furthest = now, self._record.step
             states = {name: self._swarm.state(name) for name in self._record.trainers}
+            if self._returning is not None and states[self._returning] == "failed":
+                self._hold(self._returning, False)
             if all(state in ("done", "left", "failed", "killed") for state in states.values()):
                 break
             if now - moved_at > STALL_S:
@@ -182,6 +185,8 @@ class _Conductor:
             events, self._offsets[name] = self._swarm.events_since(name, self._offsets[name])
             for event in events:
                 self._record.take(name, event)
+                if event.get("kind") == "DemoStarted":
+                    self._hold(name, False)
                 if event.get("kind") == "DemoStarted" and event["synced_from"]:
                     donor = self._name_of(str(event["synced_from"]))
                     self._observer.say(f"{name} downloaded the state from {donor} and goes on at step {event['step']}")
@@ -190,8 +195,11 @@ class _Conductor:
             self._first_token_at = self._first_token_at or self._last_token_at
 
     def _inject(self) -> None:
-        for fault in self._timeline.due(self._record.step):
+        if not self._may_fail_again():
+            return
+        for fault in self._timeline.due(self._record.step, most=1):
             if fault.action == "restart":
+                self._hold(fault.target, True)
                 self._swarm.restart(fault.target, wait=False)
             else:
                 apply(fault, self._swarm)
@@ -200,6 +208,20 @@ class _Conductor:
             lasting = f" for {fault.seconds:.0f} s" if fault.seconds else ""
             done = {"freeze": "froze", "kill": "killed", "restart": "restarted", "thaw": "thawed"}[fault.action]
             self._observer.say(f"step {self._record.step}: {done} {fault.target}{lasting}")
+
+    def _may_fail_again(self) -> bool:
+        """On a fast machine faults would pile up: each one waits until the one before has passed and was measured."""
+        frozen = any(self._swarm.state(name) == "frozen" for name in self._done["freeze"])
+        return not frozen and self._record.measured_since_fault >= WINDOW_MEASUREMENTS
+
+    def _hold(self, trainer: str, on: bool) -> None:
+        """Keep the others from ending while a trainer restarts."""
+        self._returning = trainer if on else (None if self._returning == trainer else self._returning)
+        file = self._swarm.directory / HOLD_FILE
+        if self._returning is None:
+            file.unlink(missing_ok=True)
+        else:
+            file.touch()
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -85,6 +85,11 @@ class DemoRecord:
         self.marks.append(FaultMark(fault, len(self.losses)))
 
     @property
+    def measured_since_fault(self) -> int:
+        """Held-out measurements since the last fault, or since the start."""
+        return len(self.losses) - (self.marks[-1].measurements if self.marks else 0)
+
+    @property
     def step(self) -> int:
         """The furthest trainer's step."""
         return max((t.step for t in self.trainers.values()), default=0)

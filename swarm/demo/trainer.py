@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,12 @@ TOKENS_PER_STEP = WINDOWS_PER_STEP * WINDOW_BYTES
 PEAK_LR = 3e-3
 KEPT_ROUNDS = 4
 WAIT_FOR_EXPERTS_S = 60.0
+BEGUN_FILE = "begun"
+"""In the directory that the processes share: the first trainer has measured the untrained model."""
+HOLD_FILE = "hold"
+"""There while a restarted trainer is on its way back: the others wait for it before the last two rounds."""
 WAIT_FOR_FIRST_S = 30.0
+WAIT_FOR_RESTARTED_S = 30.0
 RETRY_PAUSE_S = 0.1
 
 
@@ -98,14 +103,18 @@ def train(peer: Peer, *, steps: int, seed: int, data: str | None, device: str, e
     rounds = _RoundRecorder(peer, peer.config.data_dir / "rounds")
     with swarm.attach(model, optimizer, peer, averaging, on_round=rounds.on_round) as attachment:
         peer.events.emit(DemoStarted(step=attachment.step, synced_from=str(attachment.synced_from or "")))
-        tokens = 0
-        begun = peer.config.data_dir.parents[1] / "begun"  # in the directory that the processes share
+        tokens, held = 0, False
+        shared = peer.config.data_dir.parents[1]
+        begun, hold = shared / BEGUN_FILE, shared / HOLD_FILE
         if index == 0:
             _measure(peer, model, corpus, attachment.step, target)
             begun.touch()
         else:
-            _wait_for(begun)
+            _wait_until(begun.exists, WAIT_FOR_FIRST_S)
         while (step := attachment.step) < steps:
+            if not held and step >= steps - 2 * every:
+                held = True
+                _wait_until(lambda: not hold.exists(), WAIT_FOR_RESTARTED_S)
             windows = corpus.batch(WINDOWS_PER_STEP, CONTEXT_BYTES + WINDOW_BYTES, seed, index, step).to(target)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, PEAK_LR)
@@ -127,10 +136,9 @@ def train(peer: Peer, *, steps: int, seed: int, data: str | None, device: str, e
             _measure(peer, model, corpus, attachment.step, target, masked_too=True)
 
 
-def _wait_for(file: Path) -> None:
-    """Let the first trainer measure the untrained model before anybody trains an expert."""
-    deadline = time.monotonic() + WAIT_FOR_FIRST_S
-    while not file.exists() and time.monotonic() < deadline:
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

@@ -52,9 +52,10 @@ class FaultTimeline:
         """What has not happened yet, next one first."""
         return tuple(self._pending)
 
-    def due(self, progress: float) -> list[Fault]:
-        """The faults whose `at` has been reached and that were not handed out before."""
+    def due(self, progress: float, most: int | None = None) -> list[Fault]:
+        """The faults whose `at` has been reached and that were not handed out before, at `most` so many at once."""
         count = sum(1 for fault in self._pending if fault.at <= progress)
+        count = count if most is None else min(count, most)
         due, self._pending = self._pending[:count], self._pending[count:]
         return due
 

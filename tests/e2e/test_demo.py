@@ -65,7 +65,7 @@ def test_demo_without_faults(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_demo_survives_its_faults(tmp_path: Path) -> None:
-    code, result = demo(tmp_path, "--steps", "200", "--hosts", "3", "--trainers", "3", "--experts", "4")
+    code, result = demo(tmp_path, "--steps", "240", "--hosts", "3", "--trainers", "3", "--experts", "4")
     check_measurements(result)
     assert (code, result["problems"]) == (0, [])
     assert result["killed"] == ["host-2", "trainer-2"]

@@ -48,7 +48,9 @@ def test_windows_take_the_means_around_each_fault() -> None:
     record = DemoRecord(["t"])
     for step, loss in enumerate([5.0, 4.0, 3.0]):
         record.take("t", held_out(step, loss))
+    assert record.measured_since_fault == 3
     record.mark("kill x")
+    assert record.measured_since_fault == 0
     for step, loss in enumerate([2.0, 1.0], start=3):
         record.take("t", held_out(step, loss))
     assert record.windows() == [{"fault": "kill x", "before": 4.0, "after": 1.5}]

@@ -38,6 +38,13 @@ def test_faults_at_the_same_time_keep_their_order() -> None:
     assert [f.target for f in timeline.due(1)] == ["first", "second"]
 
 
+def test_faults_can_be_taken_one_at_a_time() -> None:
+    timeline = FaultTimeline([Fault(1, "kill", "a"), Fault(2, "kill", "b")])
+    assert [f.target for f in timeline.due(5, most=1)] == ["a"]
+    assert [f.target for f in timeline.due(5, most=1)] == ["b"]
+    assert timeline.due(5, most=1) == []
+
+
 def test_apply_does_what_the_fault_says() -> None:
     target = Recorder()
     faults = [Fault(0, "freeze", "a", 2.0), Fault(0, "thaw", "a"), Fault(0, "kill", "b"), Fault(0, "restart", "b")]
