@@ -207,6 +207,33 @@ class StepClock:
         return self.now_s
 
 
+def test_one_interrupted_batch_does_not_send_the_next_hundred_to_the_thread() -> None:
+    async def body() -> None:
+        where: list[threading.Thread] = []
+
+        def compute(batch: Sequence[Work]) -> list[Any]:
+            where.append(threading.current_thread())
+            return echo(batch)
+
+        clock = StepClock(0.0)
+        worker = DeviceWorker(Batcher(8, 100), compute, clock)
+        for i in range(20):
+            await submit(worker, i)
+        here = threading.current_thread()
+        assert where[-1] is here
+        clock.step_s = 0.005
+        await submit(worker, 1)
+        clock.step_s = 0.0
+        await submit(worker, 2)
+        assert where[-1] is not here, "it may have become slow"
+        for i in range(8):
+            await submit(worker, i)
+        assert where[-1] is here
+        await worker.close()
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize(("step_s", "inline"), [(0.0, True), (1.0, False)])
 def test_only_work_known_to_be_tiny_is_computed_on_the_loop(step_s: float, inline: bool) -> None:
     async def body() -> None:
