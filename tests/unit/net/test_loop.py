@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -68,34 +71,57 @@ def test_timeout_of_the_coroutine_itself_comes_through() -> None:
     assert "not done within" not in str(caught.value)
 
 
-def test_interrupt_cancels_the_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_cancels_the_coroutine() -> None:
     cancelled = threading.Event()
 
     async def stuck() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
-    thread = loop_thread()
-    submit = thread.submit
-
-    def interrupted(coroutine):  # type: ignore[no-untyped-def]
-        future = submit(coroutine)
-        started = threading.Event()
-        thread.call_soon(thread.loop.call_soon, started.set)
-        assert started.wait(5)
-        monkeypatch.setattr(future, "result", raise_interrupt)
-        return future
-
-    def raise_interrupt(timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(thread, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        thread.run(stuck())
+        loop_thread().run(stuck())
     assert cancelled.wait(5)
+
+
+def test_result_error_and_cancellation_come_through() -> None:
+    async def fails() -> None:
+        raise KeyError("reason")
+
+    async def cancels_itself() -> None:
+        raise asyncio.CancelledError
+
+    assert loop_thread().run(asyncio.sleep(0, "result"), timeout_s=5) == "result"
+    with pytest.raises(KeyError, match="reason"):
+        loop_thread().run(fails())
+    with pytest.raises(CancelledError):
+        loop_thread().run(cancels_itself())
+
+
+def test_error_after_the_timeout_is_nobodys() -> None:
+    unhandled: list[str] = []
+    done = threading.Event()
+
+    async def fails_late() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            asyncio.get_running_loop().call_later(0.05, done.set)
+            raise KeyError("late")
+
+    thread = loop_thread()
+    thread.loop.set_exception_handler(lambda _, context: unhandled.append(context["message"]))
+    try:
+        with pytest.raises(TimeoutError):
+            thread.run(fails_late(), timeout_s=0.05)
+        assert done.wait(5)
+        gc.collect()
+        assert not unhandled
+    finally:
+        thread.loop.set_exception_handler(None)
 
 
 def test_switch_interval_is_set_while_any_peer_runs_and_restored_after() -> None:
