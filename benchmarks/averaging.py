@@ -2,9 +2,10 @@
 
     python -m benchmarks.averaging --json --peers 4 --mb 100 [--rounds 7] [--hivemind /path/to/python]
 
-One process per peer, torch on one thread, loopback, TLS. A round's time is that of its slowest peer, from the sealed
-group to the last chunk; the figures are medians over rounds. `*_step_s` counts group forming and copies as well. gloo
-is plaintext.
+One process per peer, torch on one thread, loopback, TLS; gloo is plaintext. All processes of all systems are started
+first. Then the systems take turns, round by round, so that a busy moment of the machine meets all of them. A round's
+time is that of its slowest peer, from the sealed group to the last chunk; figures are medians over rounds. `*_step_s`
+counts group forming and copies as well, `*_cpu_s` is the processor time of all peers in a whole step.
 """
 
 from __future__ import annotations
@@ -13,33 +14,24 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
+import select
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BENCHMARK_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 120.0
+ROUND_TIMEOUT_S = 90.0
+CODECS = {"fp32": "none", "bf16": "bf16"}
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def barrier(folder: Path, name: str, rank: int, count: int) -> None:
-    """Wait until `count` processes are here."""
-    (folder / f"{name}.{rank}").touch()
-    deadline = time.monotonic() + BENCHMARK_TIMEOUT_S
-    while sum(entry.startswith(name + ".") for entry in os.listdir(folder)) < count:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the other processes did not reach {name}")
-        time.sleep(0.002)
-
-
-def run_peer(folder: Path, rank: int, count: int, numel: int, rounds: int, codec: str) -> None:
-    """One peer process: averages `numel` fp32 values `rounds` times and writes its times."""
+def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str]) -> None:
+    """One peer process: for each line on stdin, which names a codec, averages once and prints what it took."""
     from swarm.net.loop import disable_grpc_fork_handlers, loop_thread, switch_interval
 
     disable_grpc_fork_handlers()
@@ -93,30 +85,27 @@ def run_peer(folder: Path, rank: int, count: int, numel: int, rounds: int, codec
         class Peer:
             averaging = AveragingService(endpoint)
 
-        values = torch.full((numel,), float(rank)) + torch.randn(numel) * 0.01
-        averager = Averager(Peer(), [values], "bench", AllReduce(min_group=count, max_group=count, codec=codec))
-        exchange_s, step_s, cpu_s, ok = [], [], [], 0
-        for index in range(rounds + 1):
-            barrier(folder, f"round{index}", rank, count)
+        averagers = {}
+        for name in codecs:
+            values = torch.full((numel,), float(rank)) + torch.randn(numel) * 0.01
+            strategy = AllReduce(min_group=count, max_group=count, codec=CODECS[name])
+            averagers[name] = (Averager(Peer(), [values], name, strategy), values)
+        print(json.dumps({"ready": True}), flush=True)
+        for line in sys.stdin:
+            averager, values = averagers[line.strip()]
             started, cpu = time.perf_counter(), time.process_time()
             result = averager.step()
-            if index:  # the first round also connects
-                step_s.append(time.perf_counter() - started)
-                cpu_s.append(time.process_time() - cpu)
-                exchange_s.append(result.exchange_s)
-                ok += result.averaged and not result.degraded
-        digest = hashlib.sha256(values.numpy().data).hexdigest()
-        report = {
-            "exchange_s": exchange_s,
-            "step_s": step_s,
-            "cpu_s": cpu_s,
-            "ok": ok,
-            "digest": digest,
-            "mean": float(values.mean()),
-        }
-        (folder / f"out.{rank}").write_text(json.dumps(report))
-        barrier(folder, "end", rank, count)
-        averager.close()
+            report = {
+                "step_s": time.perf_counter() - started,
+                "cpu_s": time.process_time() - cpu,
+                "exchange_s": result.exchange_s,
+                "ok": result.averaged and not result.degraded,
+                "digest": zlib.crc32(values.numpy().data),
+            }
+            print(json.dumps(report), flush=True)
+            values.add_(0.01 * (rank - (count - 1) / 2))  # members differ again before the next round
+        for averager, _ in averagers.values():
+            averager.close()
 
         async def stop() -> None:
             await endpoint.dht.close()
@@ -125,43 +114,110 @@ def run_peer(folder: Path, rank: int, count: int, numel: int, rounds: int, codec
         loop_thread().run(stop())
 
 
-def measure(count: int, numel: int, rounds: int, codec: str) -> dict[str, float]:
-    """Medians over rounds of the slowest peer."""
+@dataclass
+class System:
+    """The processes of one system, one per peer, and the rounds that they have run."""
+
+    processes: list[subprocess.Popen[str]]
+    rounds: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, command: list[str], peers: int, numel: int, folder: Path, codecs: list[str]) -> System:
+        """Start all its processes, without waiting for them."""
+        pipe = subprocess.PIPE
+        arguments = [str(peers), str(numel), str(folder), ",".join(codecs)]
+        processes = [
+            subprocess.Popen([*command, str(rank), *arguments], stdin=pipe, stdout=pipe, text=True)
+            for rank in range(peers)
+        ]
+        return cls(processes, {name: [] for name in codecs})
+
+    def answers(self, timeout_s: float) -> list[dict[str, Any]]:
+        """The next answer of every process."""
+        found = []
+        end = time.monotonic() + timeout_s
+        for process in self.processes:
+            assert process.stdout is not None
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+            line = process.stdout.readline() if ready else ""
+            if not line:
+                raise SystemExit(f"A process did not answer: {process.args!r}")
+            found.append(json.loads(line))
+        return found
+
+    def round(self, name: str, *, counts: bool) -> None:
+        """One round of all its peers."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(name + "\n")
+            process.stdin.flush()
+        answers = self.answers(ROUND_TIMEOUT_S)
+        if not all(answer["ok"] for answer in answers):
+            raise SystemExit(f"A round of {name} was not complete: {answers}")
+        if len({answer.get("digest") for answer in answers}) != 1:
+            raise SystemExit(f"The peers hold different bits after a round of {name}.")
+        if counts:
+            self.rounds[name].append(answers)
+
+    def median(self, name: str, key: str, total: bool = False) -> float:
+        """Median over rounds of the slowest peer's figure, or of the sum over peers."""
+        combine = sum if total else max
+        return float(statistics.median(combine([a[key] for a in answers]) for answers in self.rounds[name]))
+
+    def end(self, kill: bool) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(0.0 if kill else 20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def measure(peers: int, numel: int, rounds: int, hivemind: str | None) -> dict[str, float]:
+    """Run the systems in turns and return the figures."""
+    anchors = Path(__file__).parent / "anchors"
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        arguments = [name, str(count), str(numel), str(rounds), codec]
-        command = [sys.executable, "-m", "benchmarks.averaging", "--peer"]
-        peers = [subprocess.Popen([*command, str(rank), *arguments]) for rank in range(count)]
+        shape = (peers, numel, Path(name))
+        systems: dict[str, System] = {}
+        done = False
         try:
-            codes = [peer.wait(BENCHMARK_TIMEOUT_S) for peer in peers]
+            ours = [sys.executable, "-m", "benchmarks.averaging", "--peer"]
+            systems["ours"] = System.start(ours, *shape, list(CODECS))
+            systems["gloo"] = System.start([sys.executable, str(anchors / "gloo_allreduce.py")], *shape, ["gloo"])
+            if hivemind:
+                command = [hivemind, str(anchors / "hivemind_averaging.py")]
+                systems["hivemind"] = System.start(command, *shape, ["fp32", "fp16"])
+            for system in systems.values():
+                system.answers(START_TIMEOUT_S)
+            for index in range(rounds + 1):
+                for system in systems.values():
+                    for codec in system.rounds:
+                        system.round(codec, counts=index > 0)  # the first round also connects
+            done = True
         finally:
-            for peer in peers:
-                peer.kill()
-        if any(codes):
-            raise SystemExit(f"A peer process failed: exit codes {codes}")
-        reports: list[dict[str, Any]] = [json.loads((folder / f"out.{rank}").read_text()) for rank in range(count)]
-    if any(report["ok"] != rounds for report in reports):
-        raise SystemExit(f"Some rounds were not complete: {[r['ok'] for r in reports]} of {rounds}.")
-    if len({report["digest"] for report in reports}) != 1:
-        raise SystemExit("The peers hold different bits after the last round.")
-    return {
-        "exchange_s": median([max(r["exchange_s"][i] for r in reports) for i in range(rounds)]),
-        "step_s": median([max(r["step_s"][i] for r in reports) for i in range(rounds)]),
-        "cpu_s": median([sum(r["cpu_s"][i] for r in reports) for i in range(rounds)]),
-    }
-
-
-def run_anchor(python: str, module: str, *arguments: object) -> float:
-    """Seconds per round that an anchor script prints."""
-    script = Path(__file__).parent / "anchors" / f"{module}.py"
-    done = subprocess.run(
-        [python, str(script), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=BENCHMARK_TIMEOUT_S,
-        check=True,
-    )
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["allreduce_s"])
+            for system in systems.values():
+                system.end(kill=not done)
+    ours_, gloo = systems["ours"], systems["gloo"]
+    figures: dict[str, float] = {}
+    for codec in CODECS:
+        figures[f"{codec}_s"] = ours_.median(codec, "exchange_s")
+    figures["gloo_s"] = gloo.median("gloo", "exchange_s")
+    for codec in CODECS:
+        figures[f"{codec}_to_gloo"] = figures[f"{codec}_s"] / figures["gloo_s"]
+    if hivemind:
+        for codec, theirs in (("fp32", "fp32"), ("bf16", "fp16")):
+            figures[f"hivemind_{theirs}_s"] = systems["hivemind"].median(theirs, "exchange_s")
+            figures[f"{codec}_faster_than_hivemind_{theirs}"] = figures[f"hivemind_{theirs}_s"] / figures[f"{codec}_s"]
+    for codec in CODECS:
+        figures[f"{codec}_step_s"] = ours_.median(codec, "step_s")
+        figures[f"{codec}_cpu_s"] = ours_.median(codec, "cpu_s", total=True)
+    figures["gloo_cpu_s"] = gloo.median("gloo", "cpu_s", total=True)
+    return figures
 
 
 def main() -> None:
@@ -172,40 +228,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind")
     options = parser.parse_args()
-    numel = int(options.mb * 1e6 / 4)
-    shape = (options.peers, numel, options.rounds)
-    fp32, bf16 = measure(*shape, "none"), measure(*shape, "bf16")
-    gloo_s = run_anchor(sys.executable, "gloo_allreduce", *shape)
-    figures: dict[str, Any] = {
-        "peers": options.peers,
-        "mb": options.mb,
-        "rounds": options.rounds,
-        "fp32_s": fp32["exchange_s"],
-        "bf16_s": bf16["exchange_s"],
-        "gloo_s": gloo_s,
-        "bf16_to_gloo": bf16["exchange_s"] / gloo_s,
-        "fp32_to_gloo": fp32["exchange_s"] / gloo_s,
-        "fp32_step_s": fp32["step_s"],
-        "bf16_step_s": bf16["step_s"],
-        "fp32_cpu_s": fp32["cpu_s"],
-        "bf16_cpu_s": bf16["cpu_s"],
-    }
-    if options.hivemind:
-        for ours, theirs, codec in ((fp32, "fp32", "none"), (bf16, "fp16", "fp16")):
-            seconds = run_anchor(options.hivemind, "hivemind_averaging", *shape, codec)
-            figures[f"hivemind_{theirs}_s"] = seconds
-            figures[f"faster_than_hivemind_{theirs}"] = seconds / ours["exchange_s"]
-    figures = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+    figures = measure(options.peers, int(options.mb * 1e6 / 4), options.rounds, options.hivemind)
+    shape = {"peers": options.peers, "mb": options.mb, "rounds": options.rounds}
     if options.json:
-        print(json.dumps(figures))
+        print(json.dumps({**shape, **{key: round(value, 4) for key, value in figures.items()}}))
         return
-    for key, value in figures.items():
-        print(f"{key:28} {value}")
+    for key, value in {**shape, **figures}.items():
+        print(f"{key:34} {value:.4f}" if isinstance(value, float) else f"{key:34} {value}")
 
 
 if __name__ == "__main__":
     if "--peer" in sys.argv[1:2]:
-        _, _, rank, name, count, numel, rounds, codec = sys.argv
-        run_peer(Path(name), int(rank), int(count), int(numel), int(rounds), codec)
+        _, _, own_rank, size, elements, where, wanted = sys.argv
+        run_peer(int(own_rank), int(size), int(elements), Path(where), wanted.split(","))
     else:
         main()

@@ -1,43 +1,35 @@
-"""Anchor: torch.distributed's gloo all-reduce over loopback, plaintext. Prints one JSON line.
+"""Anchor: one process of torch.distributed's gloo all-reduce over loopback, plaintext.
 
-Usage: python gloo_allreduce.py PROCESSES NUMEL ROUNDS
+Usage: python gloo_allreduce.py RANK PROCESSES NUMEL FOLDER fp32
+
+Runs one round for each line on stdin and answers it with a JSON line; ends with stdin. `benchmarks.averaging` drives
+it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 import time
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 
-def worker(rank: int, count: int, numel: int, rounds: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def main(rank: int, count: int, numel: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=count)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=count)
     values = torch.randn(numel)
-    dist.all_reduce(values)
-    times = []
-    for _ in range(rounds):
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
         dist.barrier()
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         dist.all_reduce(values)
-        dist.barrier()
-        times.append(time.perf_counter() - started)
-    if rank == 0:
-        seconds = sorted(times)[rounds // 2]
-        print(json.dumps({"system": "gloo", "peers": count, "mb": numel * 4 / 1e6, "allreduce_s": seconds}), flush=True)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        values /= count
+        print(json.dumps({"exchange_s": seconds, "cpu_s": cpu, "ok": True}), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free_port = probe.getsockname()[1]
-    processes, size, repeats = map(int, sys.argv[1:4])
-    mp.spawn(worker, args=(processes, size, repeats, free_port), nprocs=processes)
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
