@@ -9,6 +9,7 @@ that dies costs its part. A chunk holds either the survivors' weighted mean or t
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -247,6 +248,8 @@ class ChunkReducer:
         total = sum(weight for _, weight, _ in rows)
         if not rows or not total > 0:
             return None
+        if total == math.inf:  # each weight is finite, their sum need not be
+            return self._mean(own, [(peer, weight / len(rows) / 2, payload) for peer, weight, payload in rows])
         wide = torch.float64 if own.dtype == torch.float64 else torch.float32
         acc = self._take("sum", own.numel(), wide)
         uniform = all(weight == rows[0][1] for _, weight, _ in rows)

@@ -174,6 +174,13 @@ def test_finite_values_whose_sum_overflows_stay_local() -> None:
     assert torch.equal(own, torch.full((2,), 3e38))
 
 
+def test_weights_whose_sum_overflows_still_weigh() -> None:
+    own = torch.tensor([1.0, 2.0])
+    reduced = ChunkReducer(NONE).reduce(own, 1e308, [(A, 1e308, payload(4.0, 5.0)), (B, 0.5e308, payload(5.0, 5.0))])
+    assert reduced.encoded == payload(*own.tolist())
+    torch.testing.assert_close(own, torch.tensor([3.0, 3.8]))
+
+
 def test_weight_zero_contributes_nothing_and_all_zero_keeps_local_values() -> None:
     own = torch.tensor([1.0])
     assert ChunkReducer(NONE).reduce(own, 0.0, []).encoded is None
