@@ -192,9 +192,9 @@ class ExpertClient:
         options.stats.called(len(calls))
         try:
             response, parts = await self._exchange(contact, calls, direction, options, tensors, reply_bytes, left_s)
-        except UsageError:
-            raise  # our own side is closed or misused: no host is to blame
         except SwarmError as error:
+            if isinstance(error, UsageError) and error.remote is None:
+                raise  # our own side is closed or misused: no host is to blame
             failed = [(call, error) for call in calls]
             if shows_unhealthy_peer(error):
                 self.directory.mark_failed(contact.peer_id, error.message)

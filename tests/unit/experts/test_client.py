@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm.errors import ClosedError, ExpertFailedError, HostBusyError, StaleRequestError
+from swarm.errors import ClosedError, ConfigError, ExpertFailedError, HostBusyError, StaleRequestError, SwarmError
 from swarm.experts.calls import (
     CallOptions,
     ExpertCall,
@@ -400,5 +400,21 @@ def test_our_own_closed_transport_is_an_error_not_a_masked_expert(memory_world: 
         await stage.endpoint.transport.close()
         with pytest.raises(ClosedError):
             await forward(stage, UIDS)
+
+    memory_world.run(main)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("failure", [ClosedError("Closed there."), ConfigError("Not here.")])
+def test_a_host_cannot_raise_errors_of_ours(memory_world: MemoryWorld, direction: str, failure: SwarmError) -> None:
+    async def main() -> None:
+        stage = await set_stage(memory_world, [UIDS, UIDS])
+        primary, other = two_hosts(stage)
+        primary.always[direction] = failure
+        call, stats = await both(stage)
+        check_gradient(call)
+        assert stats.failed_calls == 1
+        # whoever does not say that nothing was done may have applied the gradient
+        assert len(other.applied) == (1 if direction == "forward" else 0)
 
     memory_world.run(main)
