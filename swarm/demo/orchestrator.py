@@ -187,7 +187,7 @@ class _Conductor:
                 self._record.take(name, event)
                 if event.get("kind") == "DemoStarted":
                     self._hold(name, False)
-                if event.get("kind") == "DemoStarted" and event["synced_from"]:
+                if event.get("kind") == "DemoStarted" and event["synced_from"] and event["step"] > 0:
                     donor = self._name_of(str(event["synced_from"]))
                     self._observer.say(f"{name} downloaded the state from {donor} and goes on at step {event['step']}")
         if self._record.total("tokens") > before:

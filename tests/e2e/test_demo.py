@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.timeout(200)  # processes start slowly where cores are busy
+
 KEYS = {
     *("ok", "steps", "first_loss", "final_loss", "unigram_loss", "final_loss_experts_masked", "windows", "seconds"),
     *("killed", "frozen", "restarted", "peers_alive", "failed_expert_calls", "masked_fraction", "tokens_per_s"),
@@ -63,7 +65,6 @@ def test_demo_without_faults(tmp_path: Path) -> None:
     assert code == (0 if result["ok"] else 1)
 
 
-@pytest.mark.timeout(180)
 def test_demo_survives_its_faults(tmp_path: Path) -> None:
     code, result = demo(tmp_path, "--steps", "240", "--hosts", "3", "--trainers", "3", "--experts", "4")
     check_measurements(result)

@@ -17,6 +17,7 @@ import swarm
 from swarm.errors import ProcessError, UsageError
 from swarm.simulation.pytest_plugin import LocalSwarmFactory
 
+pytestmark = pytest.mark.timeout(150)  # processes start slowly where cores are busy
 GRID = swarm.ExpertGrid("ffn.[0:2].[0:2]", "ffn", config={"hid": 8})
 
 
