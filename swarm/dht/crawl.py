@@ -68,7 +68,7 @@ class Lookup:
 
     def __init__(self, target: int, width: int, seeds: Iterable[PeerNode], me: PeerNode | None = None) -> None:
         self.target = target
-        self.width = width
+        self._width = width
         self._candidates = Candidates(target)
         self._state: dict[bytes, State] = {}
         self._asked = 0
@@ -77,6 +77,11 @@ class Lookup:
             self._candidates.push([me])
             self._state[me.id] = State.ANSWERED
         self._candidates.push(seeds)
+
+    @property
+    def width(self) -> int:
+        """How many of the nearest must have answered."""
+        return self._width
 
     def state(self, node: PeerNode) -> State:
         return self._state.get(node.id, State.NEW)
@@ -151,19 +156,25 @@ class Read(Lookup):
         own: What we hold of it ourselves, as one of the replicas; none when we do not count.
         authored: Our own records of the key, which are merged in but do not count as a replica.
         agreement: Replicas that must hold exactly the merged union for an early end; 0 asks all `width`.
+        wide: How many must have answered before the key counts as empty.
     """
 
     def __init__(
         self, key: str, target: int, width: int, seeds: Iterable[PeerNode], *, me: PeerNode, own: Sequence[Copy],
-        authored: Sequence[Copy], agreement: int,
+        authored: Sequence[Copy], agreement: int, wide: int = 0,
     ) -> None:  # fmt: skip
+        self.merged: dict[EntryId, Copy] = merge([*own, *authored])
+        self._wide = max(width, wide)
         super().__init__(target, width, seeds, me)
         self.key = key
         self._agreement = agreement
         self._replies: dict[bytes, dict[EntryId, Copy]] = {me.id: merge(own)}
         self._authored = list(authored)
         self._agreed = False
-        self.merged: dict[EntryId, Copy] = merge([*own, *authored])
+
+    @property
+    def width(self) -> int:
+        return self._width if self.merged else self._wide
 
     @property
     def satisfied(self) -> bool:

@@ -102,7 +102,6 @@ class Dht:
             message = f"None of {len(others)} bootstrap peers answered."
             raise BootstrapError(message, fix="Check the addresses, or try later.", reasons=reasons)
         await self._upkeep.join()
-        await self._upkeep.refresh_all()
 
     async def put(self, key: str, body: Any, *, subkey: str = "", ttl_s: float, renew: bool = True) -> int:
         """Publish our entry of a key, replacing an earlier one with the same subkey.

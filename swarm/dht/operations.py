@@ -9,7 +9,7 @@ from swarm.config import DhtConfig
 from swarm.dht.crawl import Ask, Crawl, Lookup, Read
 from swarm.dht.driver import Driver
 from swarm.dht.events import RecordRefused, UnderReplicated
-from swarm.dht.protocol import Protocol
+from swarm.dht.protocol import MAX_TARGETS, Protocol
 from swarm.dht.records import Copy, EntryId, PlaceId, Refusal, position_of
 from swarm.dht.routing import AddressBook, PeerNode
 from swarm.dht.storage import Storage
@@ -20,6 +20,9 @@ from swarm.runtime import Runtime
 
 AGREEMENT = 2
 """Replicas among the nearest that must hold exactly the merged union for a read to end early."""
+SEARCH_FACTOR = 2
+"""While not everybody is known, so many times `replication` peers must answer before a neighbourhood counts as found,
+or a key as empty. Fewer sometimes know only each other."""
 SPARE_CONTACTS = 3
 """Contacts asked for beyond `replication`, against dead ones among them."""
 
@@ -68,12 +71,11 @@ class Operations:
 
     def seeds(self, target: int) -> list[PeerNode]:
         """Known peers to start a lookup from."""
-        self.book.table.touch(target)
         return self.book.table.nearest(target, self.config.bucket_size)
 
     async def lookup(self, lookups: Sequence[Lookup], parallelism: int | None = None) -> None:
         """Run lookups of peers."""
-        width = max(lookup.width for lookup in lookups)
+        width = max((lookup.width for lookup in lookups), default=0)
         count = min(self.config.bucket_size, width + SPARE_CONTACTS)
 
         async def send(ask: Ask) -> None:
@@ -81,7 +83,21 @@ class Operations:
             for lookup, part in zip(ask.lookups, found, strict=True):
                 lookup.answered(ask.node, part.nearest)
 
-        await self.driver.drive(Crawl(lookups, parallelism or self.config.parallelism), send)
+        if lookups:
+            await self.driver.drive(Crawl(lookups, parallelism or self.config.parallelism), send)
+
+    async def ask(self, node: PeerNode, targets: Sequence[int]) -> list[list[PeerNode]]:
+        """Whom one peer knows near positions; empty if it does not answer."""
+        positions = [_position(target) for target in targets[:MAX_TARGETS]]
+        try:
+            found = await self.protocol.find(node, positions, self.config.bucket_size)
+        except SwarmError:
+            return []  # the protocol has told the address book
+        return [part.nearest for part in found]
+
+    def _search_width(self) -> int:
+        factor = 1 if self.book.table.complete else SEARCH_FACTOR
+        return max(self.config.replication, min(self.config.bucket_size, factor * self.config.replication))
 
     async def find_peer(self, peer_id: PeerId) -> Contact | None:
         """A peer that is not in the table; none if it did not answer."""
@@ -95,18 +111,19 @@ class Operations:
     async def place(self, copies: Sequence[Copy]) -> dict[PlaceId, Placed]:
         """Store copies with the `replication` nearest peers of their keys, ourselves included where we are one of them.
 
-        Where the table is known to be complete around a key, the copies go straight to the nearest peers, whose answers
-        name any nearer ones: one round trip. Elsewhere a lookup comes first, so that no far peer is left with a copy.
+        While all peers are known, the copies go straight to the nearest peers, whose answers
+        name any nearer ones: one round trip. Else a lookup comes first, so that no far peer is left with a copy.
         """
         placed = {copy.record.place_id: Placed() for copy in copies}
         by_position: dict[int, list[Copy]] = {}
         for copy in copies:
             by_position.setdefault(int.from_bytes(position_of(copy.record.key), "big"), []).append(copy)
         width, me, table = self.config.replication, self.book.me, self.book.table
-        far = {p: Lookup(p, width, self.seeds(p), me) for p in by_position if not table.complete_at(p)}
+        search = self._search_width()
+        far = {} if table.complete else {p: Lookup(p, search, self.seeds(p), me) for p in by_position}
         if far:
             await self.lookup(list(far.values()))
-        stores = [Lookup(p, width, far[p].nearest() if p in far else self.seeds(p), me) for p in by_position]
+        stores = [Lookup(p, width, far[p].nearest(width) if p in far else self.seeds(p), me) for p in by_position]
         for store in stores:
             if me in store.window():
                 self._hold(by_position[store.target], placed)
@@ -162,6 +179,7 @@ class Operations:
                 Read(
                     key, target, self.config.replication, self.seeds(target), me=self.book.me,
                     own=self.storage.entries(key, now_s), authored=authored, agreement=0 if full else AGREEMENT,
+                    wide=self._search_width(),
                 )
             )  # fmt: skip
         count = self.config.replication + SPARE_CONTACTS

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 import ipaddress
-from collections import OrderedDict
+import random
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -170,11 +171,6 @@ class Table(RoutingTable):  # type: ignore[misc]
                 return head
             self.split_bucket(self.get_bucket_for(node))
 
-    def lonely_buckets(self, age_s: float = 3600.0) -> list[Bucket]:
-        """Buckets in which nothing was looked up for this long."""
-        before = self._clock() - age_s
-        return [bucket for bucket in self.buckets if bucket.last_updated < before]
-
     def find_neighbors(self, node: Node, k: int | None = None, exclude: Node | None = None) -> list[PeerNode]:
         return self.nearest(node.long_id, k or self.ksize, None if exclude is None else exclude.id)
 
@@ -191,14 +187,28 @@ class Table(RoutingTable):  # type: ignore[misc]
                 break
         return found
 
-    def complete_at(self, target: int) -> bool:
-        """Whether all peers near the target are known: its bucket has never overflowed."""
-        bucket = self.buckets[self._index(target)]
-        return len(bucket.nodes) < self.ksize and not bucket.replacement_nodes
+    @property
+    def complete(self) -> bool:
+        """Whether everybody is known: who joins looks for as many neighbours as a bucket holds, and found fewer."""
+        return len(self) < int(self.ksize)
 
-    def touch(self, target: int) -> None:
-        """Say that something near the target is being looked up."""
-        self.buckets[self._index(target)].touch_last_updated()
+    def __len__(self) -> int:
+        return sum(len(bucket.nodes) for bucket in self.buckets)
+
+    def gaps(self, wanted: int, rng: random.Random) -> list[int]:
+        """Random positions at the distances at which fewer than `wanted` nodes are known, farthest first.
+
+        Going by distance (the length of the prefix shared with us) instead of by bucket finds also the empty parts of a
+        bucket that has never been split.
+        """
+        own: int = self.node.long_id
+        lengths = Counter(ID_BITS - (node.long_id ^ own).bit_length() for node in self.all_nodes())
+        gaps = []
+        for length in range(max(lengths, default=0) + 1):
+            if lengths[length] < wanted:
+                low_bits = ID_BITS - 1 - length
+                gaps.append(own ^ (1 << low_bits) ^ rng.getrandbits(low_bits + 1) % (1 << low_bits))
+        return gaps
 
     def all_nodes(self) -> list[PeerNode]:
         return [node for bucket in self.buckets for node in bucket.nodes.values()]

@@ -1,4 +1,4 @@
-"""What keeps the table alive: liveness checks, hand-over of records to new neighbours, bucket refresh, rejoining."""
+"""What keeps the table alive: liveness checks, meeting neighbours, hand-over of records to them, rejoining."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from swarm.dht.crawl import Lookup
 from swarm.dht.events import Rejoined
 from swarm.dht.operations import Operations
 from swarm.dht.records import Copy, position_of
-from swarm.dht.routing import Bucket, PeerNode
+from swarm.dht.routing import PeerNode
 from swarm.errors import SwarmError
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
 
 PINGS = 16
 """Peers checked in one round of upkeep."""
-REFRESH_WIDTH = 1
-"""Peers near the random position of a bucket that a refresh must reach: their answers name the rest."""
-REFRESHES = 2
-"""Buckets refreshed in one round."""
-REFRESH_ROUNDS = 10
-"""Rounds after which a bucket in which nothing was looked up is refreshed."""
+GAP_WIDTH = 1
+"""Peers that a lookup at a distance at which few are known must reach."""
+MEET_ROUNDS = 5
+"""In the first of so many rounds a peer looks for its neighbours again: those that joined when it did, through the same
+peer, may not have met it."""
+GUIDES = 2
+"""Peers chosen at random that are asked about our neighbourhood."""
 JOIN_PARALLELISM = 8
 """Requests in flight while a peer looks for its neighbours: it has many of them to meet."""
 GREET_GRACE = 0.1
@@ -38,6 +39,7 @@ class Upkeep:
         self._book = operations.book
         self._holders: dict[str, tuple[bytes, ...]] = {}
         self._seeds: dict[PeerId, Contact] = {}
+        self._rounds = 0
         operations.protocol.on_held = self._note_holders
 
     def remember(self, contacts: Sequence[Contact]) -> None:
@@ -55,9 +57,10 @@ class Upkeep:
         """One round."""
         self._do.storage.expire(self._do.runtime.clock.time())
         await self._check_neighbours()
+        if self._rounds % MEET_ROUNDS == 0:
+            await self.join()
+        self._rounds += 1
         await self._hand_over()
-        age_s = REFRESH_ROUNDS * self._do.config.maintenance_s
-        await self.refresh(self._book.table.lonely_buckets(age_s)[:REFRESHES])
         await self._rejoin()
 
     async def _check_neighbours(self) -> None:
@@ -105,19 +108,6 @@ class Upkeep:
         if self._do.protocol.may_store:
             for node, copies in gifts.values():
                 await self._do.give(node, copies)
-
-    async def refresh(self, buckets: Sequence[Bucket]) -> None:
-        """Look up a random position of each bucket."""
-        rng = self._do.runtime.rng
-        targets = [rng.randint(*bucket.range) for bucket in buckets]
-        lookups = [Lookup(target, REFRESH_WIDTH, self._do.seeds(target)) for target in targets]
-        if lookups:
-            await self._do.lookup(lookups)
-
-    async def refresh_all(self) -> None:
-        """Refresh every bucket but our own (after joining)."""
-        own = self._book.me.long_id
-        await self.refresh([b for b in self._book.table.buckets if not b.range[0] <= own <= b.range[1]])
 
     async def _rejoin(self) -> None:
         """Try a remembered peer that is not in the table: all of them when the table is empty, else one."""
@@ -167,7 +157,21 @@ class Upkeep:
         return reasons
 
     async def join(self) -> None:
-        """Find our neighbours, who thereby learn of us."""
-        own, config = self._book.me.long_id, self._do.config
-        lookup = Lookup(own, config.bucket_size, self._do.seeds(own))
-        await self._do.lookup([lookup], max(config.parallelism, JOIN_PARALLELISM))
+        """Find our neighbours, who thereby learn of us, and somebody at every distance.
+
+        Neighbours that know only each other would answer for each other: a few others, chosen at random, are asked too.
+        """
+        own, config, table = self._book.me.long_id, self._do.config, self._book.table
+        await self._meet([own], config.bucket_size, max(config.parallelism, JOIN_PARALLELISM))
+        if not table.complete:
+            await self._meet(table.gaps(config.parallelism, self._do.runtime.rng), GAP_WIDTH, config.parallelism)
+
+    async def _meet(self, targets: Sequence[int], width: int, parallelism: int) -> None:
+        nodes = self._book.table.all_nodes()
+        guides = self._do.runtime.rng.sample(nodes, min(GUIDES, len(nodes)))
+        told = await asyncio.gather(*(self._do.ask(guide, targets) for guide in guides))
+        lookups = []
+        for i, target in enumerate(targets):
+            hints = [node for answer in told if answer for node in answer[i]]
+            lookups.append(Lookup(target, width, [*self._do.seeds(target), *hints]))
+        await self._do.lookup(lookups, parallelism)

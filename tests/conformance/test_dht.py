@@ -24,14 +24,16 @@ from swarm.pb import dht_pb2 as pb
 from swarm.roles import Role
 from tests.support import RUN_ID, MemoryWorld, World, deterministic_identity
 
-REPLICATION = PeerConfig().dht.replication
+CONFIG = PeerConfig.preset("wan", transport={"listen_host": "127.0.0.1"})
+"""Patient, so that a busy machine is not taken for slow peers."""
+REPLICATION = CONFIG.dht.replication
 
 
 async def network(world: World, count: int, config: PeerConfig | None = None) -> list[Endpoint]:
     """Peers that joined one after the other through the first."""
-    peers = [await world.endpoint(config=config)]
+    peers = [await world.endpoint(config=config or CONFIG)]
     while len(peers) < count:
-        peers.append(await world.endpoint(bootstrap=[peers[0].contact], config=config))
+        peers.append(await world.endpoint(bootstrap=[peers[0].contact], config=config or CONFIG))
     return peers
 
 
@@ -267,7 +269,7 @@ def test_an_author_that_lost_its_memory_writes_above_what_is_held(world: World) 
 def test_peers_are_found_by_id_and_unknown_ids_are_not(world: World) -> None:
     async def main() -> None:
         peers = await network(world, 5)
-        late = await world.endpoint(bootstrap=[peers[1].contact])
+        late = await world.endpoint(bootstrap=[peers[1].contact], config=CONFIG)
         for peer in peers:
             found = await peer.dht.find_peer(late.peer_id)
             assert found is not None
@@ -282,7 +284,7 @@ def test_peers_are_found_by_id_and_unknown_ids_are_not(world: World) -> None:
 def test_a_monitor_reads_but_does_not_store(world: World) -> None:
     async def main() -> None:
         peers = await network(world, 3)
-        monitor = await world.endpoint(roles=[Role.MONITOR], bootstrap=[peers[0].contact])
+        monitor = await world.endpoint(roles=[Role.MONITOR], bootstrap=[peers[0].contact], config=CONFIG)
         await peers[0].dht.put("k", 1, ttl_s=60)
         assert [e.body for e in await monitor.dht.get("k")] == [1]
         with pytest.raises(NotAuthorizedError):
@@ -446,6 +448,32 @@ def test_a_stale_replica_is_repaired_by_a_reader(memory_world: MemoryWorld) -> N
     memory_world.run(main)
 
 
+def test_closing_ends_a_bootstrap_that_waits_for_a_frozen_peer(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        peers = await network(memory_world, 2, WAN)
+        memory_world.network.freeze(peers[0].peer_id)
+        joiner = await memory_world.endpoint(config=WAN)
+        joining = asyncio.create_task(joiner.dht.bootstrap([peers[0].contact]))
+        await asyncio.sleep(0.5)
+        await joiner.dht.close()
+        with pytest.raises(BootstrapError):
+            await asyncio.wait_for(joining, 1.0)
+
+    memory_world.run(main)
+
+
+def test_a_frozen_bootstrap_does_not_keep_anybody_from_joining(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        peers = await network(memory_world, 5, WAN)
+        memory_world.network.freeze(peers[0].peer_id)
+        begun_s = asyncio.get_running_loop().time()
+        joiner = await memory_world.endpoint(bootstrap=[p.contact for p in peers[:2]], config=WAN)
+        assert len(joiner.dht.peers()) >= 3
+        assert asyncio.get_running_loop().time() - begun_s < WAN.dht.call_timeout_s
+
+    memory_world.run(main)
+
+
 def test_a_frozen_holder_delays_nobody_for_long(memory_world: MemoryWorld) -> None:
     async def main() -> None:
         peers = await network(memory_world, 10, WAN)
@@ -486,6 +514,7 @@ def test_a_peer_that_lost_everybody_rejoins_by_itself(memory_world: MemoryWorld)
         fixed = PeerConfig.preset("wan", transport={"listen_host": "127.0.0.1", "port": 7777})
         first = await memory_world.endpoint(config=fixed)
         lonely = await memory_world.endpoint(bootstrap=[first.contact], config=WAN)
+        await first.dht.close()
         memory_world.network.kill(first.peer_id)
         await asyncio.sleep(8 * WAN.dht.maintenance_s)
         assert lonely.dht.peers() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from kademlia.node import Node
 from kademlia.routing import RoutingTable
@@ -83,13 +85,23 @@ def test_a_full_bucket_names_its_oldest_for_a_ping_and_the_new_one_waits() -> No
     assert len(bucket.replacement_nodes) == waiting - 1
 
 
-def test_completeness_is_claimed_only_where_no_bucket_overflowed() -> None:
-    filled = table(own=0, ksize=2)
-    filled.add_contact(node(2**159 + 1))
-    assert filled.complete_at(2**159 + 5)
-    for i in range(40):
-        filled.add_contact(node(2**159 + (i << 120)))
-    assert not filled.complete_at(2**159)
+def test_completeness_is_claimed_only_while_fewer_are_known_than_a_bucket_holds() -> None:
+    filled = table(own=0, ksize=3)
+    for i in range(2):
+        filled.add_contact(node(2**159 + i))
+    assert filled.complete
+    filled.add_contact(node(5))
+    assert not filled.complete
+
+
+def test_gaps_are_positions_at_the_distances_at_which_few_are_known() -> None:
+    filled = table(own=0, ksize=20)
+    for position in (2**159 + 1, 2**159 + 2, 2**157 + 1, 2**155):
+        filled.add_contact(node(position))
+    gaps = filled.gaps(2, random.Random(0))
+    assert [gap.bit_length() for gap in gaps] == [159, 158, 157, 156]  # two are known at 160
+    assert filled.gaps(2, random.Random(1)) != gaps
+    assert [gap.bit_length() for gap in table().gaps(1, random.Random(0))] == [160]
 
 
 def test_a_subnet_of_public_addresses_has_few_places() -> None:
