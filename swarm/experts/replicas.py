@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, no_grad
+from torch.nn import Parameter
 
 from swarm.endpoint import Endpoint
 from swarm.errors import (
@@ -28,6 +30,7 @@ from swarm.experts.backend import ExpertBackend
 from swarm.experts.batching import Worker
 from swarm.experts.protocol import OFFER
 from swarm.experts.records import HostRecord, snapshot_key
+from swarm.experts.registry import build_optimizer
 from swarm.experts.spec import parse_uid
 from swarm.net.transport import CallContext, Contact
 from swarm.state.transfer import Snapshot, SnapshotStore, fetch_snapshot
@@ -37,6 +40,9 @@ from swarm.tensors.wire import Limits, from_frame, to_frame
 NEVER = -1
 """The `have` of a host that has no version of the expert yet."""
 _OPTIMIZER_NAME = re.compile(r"optimizer\.(0|[1-9][0-9]{0,5})\.([a-z_][a-z0-9_]{0,40})")
+_NEVER_NEGATIVE = frozenset(
+    ("step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "mu_product")
+)
 _FRAME_LIMITS = Limits(max_header_bytes=4096, max_tensors=0, max_payload_bytes=0)
 _KEEP_OFFERS_S = 60.0
 _SLOWEST_BYTES_S = 256 * 1024
@@ -116,6 +122,8 @@ def restore(backend: ExpertBackend, snapshot: Snapshot) -> None:
 
 
 def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scalars: Any) -> dict[int, dict[str, Any]]:
+    """A stranger's optimizer state by parameter; complete and of the sizes that our own optimizer will look for."""
+    usual = _usual_state(backend)
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         match = _OPTIMIZER_NAME.fullmatch(name)
@@ -123,18 +131,43 @@ def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scal
             if name.startswith("model."):
                 continue
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds an unknown tensor {name[:60]!r}.")
-        index = int(match.group(1))
-        if index >= len(backend.parameters) or tensor.numel() > max(1, backend.parameters[index].numel()):
+        index, value = int(match.group(1)), usual.get(match.group(2))
+        if index >= len(backend.parameters) or not isinstance(value, Tensor):
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds optimizer state of another class.")
+        shape = backend.parameters[index].shape if value.dim() else value.shape
+        if tensor.shape != shape or tensor.is_floating_point() != value.is_floating_point():
+            raise SchemaMismatchError(f"The snapshot of {backend.uid} holds optimizer state of another size or type.")
+        if match.group(2) in _NEVER_NEGATIVE and tensor.numel() and bool((tensor < 0).any()):
+            raise SchemaMismatchError(f"The snapshot of {backend.uid} holds negative squares or steps.")
         # a copy, so that the snapshot's memory as a whole can go
         state.setdefault(index, {})[match.group(2)] = tensor.clone()
     if not isinstance(scalars, dict):
         raise SchemaMismatchError(f"The snapshot of {backend.uid} holds malformed optimizer state.")
-    for index_text, values in scalars.items():
-        if not (index_text.isdigit() and int(index_text) in state and isinstance(values, dict)):
+    by_text = {str(index): values for index, values in state.items()}
+    for index_text, given in scalars.items():
+        if index_text not in by_text or not isinstance(given, dict):
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds malformed optimizer state.")
-        state[int(index_text)].update({k: v for k, v in values.items() if isinstance(v, bool | int | float)})
+        for name, number in given.items():
+            if type(number) is not type(usual.get(name)) or not isinstance(number, bool | int | float):
+                raise SchemaMismatchError(f"The snapshot of {backend.uid} holds malformed optimizer state.")
+            by_text[index_text][name] = number
+    wanted = {name for name, value in usual.items() if isinstance(value, Tensor | bool | int | float)}
+    if any(values.keys() != wanted for values in state.values()):
+        raise SchemaMismatchError(f"The snapshot of {backend.uid} holds incomplete optimizer state.")
     return state
+
+
+def _usual_state(backend: ExpertBackend) -> dict[str, Any]:
+    """What the expert's optimizer keeps for a parameter, found out on a small one."""
+    if backend.optimizer is None:
+        return {}
+    example = backend.parameters[0]
+    small = Parameter(torch.zeros(2, 2, dtype=example.dtype, device=example.device))
+    optimizer = build_optimizer(backend.grid, [small])
+    assert optimizer is not None
+    small.grad = torch.zeros_like(small)
+    optimizer.step()
+    return dict(optimizer.state[small])
 
 
 @dataclass(slots=True)

@@ -305,6 +305,22 @@ def _snapshot(change: str) -> Snapshot:
         tensors["optimizer.99.exp_avg"] = torch.zeros(1)
     elif change == "size":
         tensors["optimizer.0.exp_avg"] = torch.zeros(1000)
+    elif change == "other size":
+        tensors["optimizer.0.exp_avg"] = tensors["optimizer.0.exp_avg"].reshape(-1)[1:]
+    elif change == "half a state":
+        del tensors["optimizer.0.exp_avg_sq"]
+    elif change == "another optimizer's":
+        tensors["optimizer.0.momentum_buffer"] = tensors["optimizer.0.exp_avg"].clone()
+    elif change == "integers":
+        tensors["optimizer.0.exp_avg"] = tensors["optimizer.0.exp_avg"].long()
+    elif change == "negative step":
+        tensors["optimizer.0.step"] = torch.tensor(-1.0)
+    elif change == "negative square":
+        tensors["optimizer.0.exp_avg_sq"].neg_()
+    elif change in ("\u00b2", "9" * 5000, "-1"):
+        metadata["scalars"] = {change: {"step": 1}}
+    elif change == "scalar for a tensor":
+        metadata["scalars"] = {"0": {"exp_avg": 1.0}}
     elif change == "name":
         tensors["extra"] = torch.zeros(1)
     elif change == "scalars":
@@ -313,7 +329,12 @@ def _snapshot(change: str) -> Snapshot:
 
 
 @pytest.mark.parametrize(
-    "change", ["uid", "version", "missing", "shape", "dtype", "nan", "moment", "index", "size", "name", "scalars"]
+    "change",
+    [
+        *("uid", "version", "missing", "shape", "dtype", "nan", "moment", "index", "size", "name", "scalars"),
+        *("other size", "half a state", "another optimizer's", "integers", "negative step", "negative square"),
+        *("\u00b2", "9" * 5000, "-1", "scalar for a tensor"),
+    ],
 )
 def test_a_snapshot_that_does_not_fit_changes_nothing(change: str) -> None:
     b = backend(optimizer=OptimizerSpec("adamw", lr=0.1))
