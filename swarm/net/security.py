@@ -53,10 +53,9 @@ class Authorizer(Protocol):
 def require_role(context: CallContext, roles: frozenset[Role]) -> None:
     """The usual rule: one of the caller's roles must be among `roles`. Raises `NotAuthorizedError`."""
     if context.roles.isdisjoint(roles):
-        held = ", ".join(sorted(context.roles)) or "none"
+        has, needs = ", ".join(sorted(context.roles)) or "no role", ", ".join(sorted(roles))
         raise NotAuthorizedError(
-            f"The roles of peer {context.peer_id.short} ({held}) do not allow this method.",
-            fix=f"Join with an invite for one of these roles: {', '.join(sorted(roles))}.",
+            f"This call needs the role {needs}; the caller has {has}.", fix="Join with an invite for that role."
         )
 
 

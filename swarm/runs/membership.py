@@ -17,10 +17,10 @@ from typing import Any
 from swarm.clock import Clock
 from swarm.dht.node import Dht
 from swarm.endpoint import Endpoint
-from swarm.errors import AdmissionRefusedError, DhtError, InvalidInviteError, NetworkError, NotAuthorizedError
+from swarm.errors import AdmissionRefusedError, DhtError, InvalidInviteError, NetworkError
 from swarm.events import Event
 from swarm.identity import KeyPair, PeerId
-from swarm.net.security import Admission
+from swarm.net.security import Admission, require_role
 from swarm.net.transport import CallContext, Contact
 from swarm.roles import Role
 from swarm.runs.credentials import CLOCK_TOLERANCE_S, Credential, check_expiry, run_id_of
@@ -90,11 +90,7 @@ class CredentialAuthorizer:
 
     def authorize(self, context: CallContext, roles: frozenset[Role]) -> None:
         """Raise `NotAuthorizedError` unless the caller has one of `roles`."""
-        if context.roles.isdisjoint(roles):
-            has, needs = ", ".join(sorted(context.roles)) or "no role", ", ".join(sorted(roles))
-            raise NotAuthorizedError(
-                f"This call needs the role {needs}; the caller has {has}.", fix="Join with an invite for that role."
-            )
+        require_role(context, roles)
 
     def _check(self, credential: Credential, public_key: bytes) -> None:
         if credential.peer_public_key != public_key:
