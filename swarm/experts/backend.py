@@ -145,7 +145,7 @@ class ExpertBackend:
             with torch.no_grad():
                 outputs = self._call(inputs, jobs[0].train, jobs[0].request_id)
         _check_finite(outputs, f"The outputs of {self.uid}")
-        cpu = [o.detach().cpu() for o in outputs]
+        cpu = [o.detach() if o.is_cpu else o.detach().cpu() for o in outputs]
         if keep:
             return [ForwardResult(cpu, KeptGraph(leaves, outputs, self.weight_version))]
         return [ForwardResult(part) for part in self._parts(cpu, [_rows(j.inputs) for j in jobs])]

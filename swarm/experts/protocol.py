@@ -67,6 +67,8 @@ def split_request_id(request_id: bytes) -> tuple[bytes, int]:
 
 def _field(meta: dict[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
     value = meta.get(name, default)
+    if type(value) is kind:
+        return value
     # bool is an int to isinstance; on the wire they differ
     if kind is float and type(value) is int:
         value = float(value)

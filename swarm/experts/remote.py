@@ -83,8 +83,8 @@ class LayerCall:
 
     def begin(self, rows: Sequence[Tensor]) -> None:
         """Give every call its rows of the inputs. Each input is [rows, ...]."""
-        for call, *blocks in zip(self.calls, *(torch.split(_on_cpu(x), self.counts) for x in rows), strict=True):
-            call.inputs = blocks
+        for call, block in zip(self.calls, _split(rows, self.counts), strict=True):
+            call.inputs = block
 
     async def forward_async(self) -> None:
         await self.client.forward(self.calls, self.options)
@@ -117,8 +117,7 @@ class LayerCall:
                 f"The gradient that reached {self.options.layer} holds NaN or infinity.",
                 fix="Lower the learning rate or clip; with mixed precision, give the layer your grad_scaler.",
             )
-        blocks = zip(*(torch.split(_on_cpu(x), self.counts) for x in inputs), strict=True)
-        gradients = zip(*(torch.split(_on_cpu(g), self.counts) for g in grad_outputs), strict=True)
+        blocks, gradients = _split(inputs, self.counts), _split(grad_outputs, self.counts)
         for call, block, gradient in zip(self.calls, blocks, gradients, strict=True):
             call.inputs, call.grad_outputs = block, gradient
 
@@ -149,7 +148,15 @@ class LayerCall:
 
 def _on_cpu(tensor: Tensor) -> Tensor:
     # dense, as it will be sent: a gradient may be one number expanded to a shape
-    return tensor.detach().to("cpu").contiguous()
+    tensor = tensor.detach()
+    return tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.to("cpu").contiguous()
+
+
+def _split(tensors: Sequence[Tensor], counts: list[int]) -> list[tuple[Tensor, ...]]:
+    """Each call's rows of every tensor, on the CPU."""
+    if len(counts) == 1:
+        return [tuple([_on_cpu(x) for x in tensors])]
+    return list(zip(*(torch.split(_on_cpu(x), counts) for x in tensors), strict=True))
 
 
 class RemoteFunction(torch.autograd.Function):

@@ -19,6 +19,7 @@ from swarm.errors import MalformedFrameError, UnsupportedDtypeError
 from swarm.tensors.schema import DTYPE_NAMES
 
 _EMPTY = memoryview(b"")
+_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -124,6 +125,8 @@ class NoneCodec(Codec):
         return numel * dtype.itemsize
 
     def encode(self, tensor: Tensor) -> memoryview:
+        if tensor.dtype in _NUMPY and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+            return tensor.numpy(force=True).data.cast("B")
         return tensor_bytes(host_flat(tensor))
 
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:

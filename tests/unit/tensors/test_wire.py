@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -391,3 +392,35 @@ def test_expanded_tensors_travel_as_what_they_look_like(codec: str) -> None:
     for tensor in (torch.ones(1).expand(3, 2), torch.arange(2.0).expand(3, 2), torch.arange(3.0)[:, None].expand(3, 2)):
         _, [back] = from_frame(to_frame({}, [tensor], codec))
         assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, 4),
+        torch.tensor(2.5),
+        torch.ones(3, requires_grad=True),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(()).expand(4),
+        torch.complex(torch.ones(2), torch.ones(2)).conj().imag,  # lazily negated
+        torch.tensor([True, False]),
+        torch.arange(4, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+    ],
+)
+def test_single_messages_of_any_kind_of_tensor(tensor: torch.Tensor) -> None:
+    meta, received = from_frame(to_frame(META, [tensor, torch.ones(2)]))
+    assert meta == META
+    assert torch.equal(received[0], tensor.detach())
+    assert received[0].shape == tensor.shape
+    assert received[0].dtype == tensor.dtype
+    received[1] += 1  # writable, and in memory of its own
+    assert received[1].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d[:-1], lambda d: d + b"x", lambda d: d[:6], lambda d: b"", lambda d: d[:20]]
+)
+def test_single_messages_of_the_wrong_size_are_refused(change: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(WireError):
+        from_frame(change(to_frame(META, [torch.ones(4)])))
