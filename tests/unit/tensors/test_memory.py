@@ -39,3 +39,12 @@ def test_advice_stays_inside_the_allocation(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_madvise", lambda: None)
     assert allocate(5 * HUGE_PAGE_BYTES).numel() == 5 * HUGE_PAGE_BYTES
+
+
+def test_freed_memory_is_kept_once_there_is_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda: calls.append(None))
+    allocate(HUGE_PAGE_BYTES)
+    assert not calls  # small tensors cost nothing
+    allocate(5 * HUGE_PAGE_BYTES)
+    assert len(calls) == 1
