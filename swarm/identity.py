@@ -99,10 +99,15 @@ class KeyPair:
     @classmethod
     def load_or_create(cls, path: Path) -> KeyPair:
         """Read a PEM file, or write a new key to it that only the owner may read. Raises `ConfigError`."""
-        if not path.exists():
-            key = cls.generate()
-            key.save(path)
-            return key
+        try:
+            if not path.exists():
+                key = cls.generate()
+                key.save(path)
+                return key
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written: {error}", fix="Use a data directory that this user may write to."
+            ) from error
         try:
             private = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (ValueError, TypeError, OSError) as error:

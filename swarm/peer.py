@@ -86,6 +86,7 @@ class Peer(Endpoint):
         self._manifest_service: ManifestService | None = None
         self._stack = ExitStack()
         self._closing: asyncio.Future[None] | None = None
+        self._abandoning: asyncio.Task[None] | None = None
         self._closed = False
         self.state = SnapshotStore(self)
         self.averaging = AveragingService(self)
@@ -160,15 +161,19 @@ class Peer(Endpoint):
 
         Args:
             drain: Hand over experts and withdraw records first; False leaves at once.
+
+        Raises:
+            LoopThreadError: Called on the loop's thread; nothing was closed.
         """
         if self._closed:
             return
         try:
             self.run_sync(self._close(drain), CLOSE_TIMEOUT_S + 2.0)
         finally:
-            self._closed = True
-            self._stack.close()
-            self.events.close()
+            if self._closing is not None:  # else nothing has begun: it was called on the loop's thread
+                self._closed = True
+                self._stack.close()
+                self.events.close()
 
     async def _close(self, drain: bool) -> None:
         if self._closing is not None:
@@ -189,8 +194,23 @@ class Peer(Endpoint):
             await self._step("leaving the DHT", self.dht.close(withdraw=drain), deadline)
             await self._step("closing connections", self.transport.close(0.5 if drain else 0.0), deadline)
             await self.runtime.cancel_tasks()
+        except asyncio.CancelledError:
+            # Nobody waits any longer, as after Ctrl-C; what is left must stop all the same.
+            self._abandoning = asyncio.get_running_loop().create_task(self._abandon(), name="abandon peer")
+            raise
         finally:
             self._closing.set_result(None)
+
+    async def _abandon(self) -> None:
+        """Stop everything at once, without a word to anybody."""
+        deadline = asyncio.get_running_loop().time()
+        if self.host is not None:
+            await self._step("stopping the host", self.host.close(drain=False), deadline)
+        if hasattr(self, "experts"):
+            await self._step("closing the expert client", self.experts.close(), deadline)
+        await self._step("leaving the DHT", self.dht.close(withdraw=False), deadline)
+        await self._step("closing connections", self.transport.close(0.0), deadline)
+        await self.runtime.cancel_tasks()
 
     async def _step(self, step: str, action: Coroutine[Any, Any, Any], deadline: float) -> None:
         """Run one step of leaving; whatever happens to it, the next one gets its turn."""
