@@ -105,7 +105,8 @@ class MixtureOfExperts(RemoteLayer):
         tokens = self._tokens(x)
         with autocast_off(x):
             if self._masked or tokens.shape[0] == 0:
-                return self._result(x, tokens.new_zeros(tokens.shape[0], self._width))
+                # a part of the graph like any other answer, for training loops that meet an empty batch
+                return self._result(x, tokens.new_zeros(tokens.shape[0], self._width) + 0.0 * tokens.sum())
             choice, dispatch = self._route(tokens)
             call = self._new_call([self._uids[e] for e in dispatch.experts], dispatch.counts)
             (rows,) = self._remote(call, self._profile.outputs, dispatch.tokens, tokens)

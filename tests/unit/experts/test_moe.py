@@ -254,7 +254,20 @@ def test_the_masked_layer_gives_zeros_and_calls_nobody(grpc_world: GrpcWorld) ->
         assert moe(tokens(2, 3)).abs().sum().item() == 0.0
     assert stage.hosts[0].log == []
     assert moe(tokens(2, 3)).abs().sum().item() > 0.0
-    assert moe(tokens(0)).shape == (0, DIM)
+
+
+def test_no_tokens_give_no_answers_and_gradients_of_that_shape(grpc_world: GrpcWorld) -> None:
+    stage = grpc_world.run(lambda: set_stage(grpc_world, [UIDS]))
+    moe = layer(stage)
+    x = tokens(2, 0).requires_grad_()
+    out = moe(x)
+    assert out.shape == (2, 0, DIM)
+    (out.sum() + moe.aux_loss()).backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    with torch.no_grad():
+        assert not moe(tokens(0)).requires_grad
+    assert stage.hosts[0].log == []
 
 
 def test_aux_loss_reaches_the_gate_and_counts_each_forward_pass_once(grpc_world: GrpcWorld) -> None:
