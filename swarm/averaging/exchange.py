@@ -33,8 +33,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 EXCHANGE = StreamMethod("/swarm.pb.Averaging/Exchange")
-INLINE_BYTES = 2 * 1024 * 1024
-"""Conversions of chunks up to this size take under 0.2 ms and run on the loop, as do plain copies of any chunk."""
+INLINE_BYTES = 8 * 1024 * 1024
+"""Work that touches up to this much memory takes under 0.2 ms and runs on the loop, as do plain copies of any chunk."""
 
 
 class _Signal:
