@@ -37,7 +37,7 @@ from swarm.net.deadlines import Deadlines
 from swarm.net.hello import HELLO_LIFETIME_S, DialerHello, ListenerHello, Met
 from swarm.net.pacing import UploadPacer
 from swarm.net.security import Authorizer
-from swarm.net.sessions import Session, SessionTable
+from swarm.net.sessions import MAX_STREAMS_PER_PEER, Session, SessionTable
 from swarm.net.transport import (
     CallContext,
     Contact,
@@ -248,6 +248,10 @@ class BaseTransport(Transport):
         if served is None:
             raise self._not_served(path)
         self.authorizer.authorize(session.context, served.method.roles)
+        if self.sessions.open_streams(session.context.peer_id) >= MAX_STREAMS_PER_PEER:
+            raise RateLimitedError(
+                f"This peer holds {MAX_STREAMS_PER_PEER} streams open already.", fix="Finish some of them first."
+            )
         self.stats.calls_served += 1
         return session, served
 

@@ -238,7 +238,6 @@ class GrpcTransport(BaseTransport):
             session, served = self._enter_stream(path, _token(context))
         except SwarmError as error:
             await abort(context, error)
-        await context.send_initial_metadata(ACCEPTED_METADATA)
         task = asyncio.current_task()
         assert task is not None
         key, revoked = object(), False
@@ -248,8 +247,9 @@ class GrpcTransport(BaseTransport):
             revoked = True
             task.cancel()
 
-        session.on_end[key] = end
+        session.on_end[key] = end  # at once: open streams are counted by it
         try:
+            await context.send_initial_metadata(ACCEPTED_METADATA)
             await served.handler(session.context, ServerStream(self, context))
         except asyncio.CancelledError:
             if not revoked:

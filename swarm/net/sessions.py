@@ -19,6 +19,8 @@ from swarm.net.transport import CallContext
 
 MAX_SESSIONS = 16384
 MAX_SESSIONS_PER_PEER = 8
+MAX_STREAMS_PER_PEER = 256
+"""Streams that one peer may hold open to us; each costs memory also when nothing travels on it."""
 _SWEEP_EVERY = 256
 
 
@@ -118,6 +120,10 @@ class SessionTable:
         if len(self._sessions) > MAX_SESSIONS:
             self._end(next(iter(self._sessions.values())))
         return token
+
+    def open_streams(self, peer_id: PeerId) -> int:
+        """How many streams a peer holds open to us, over all its sessions."""
+        return sum(len(session.on_end) for session in self._by_peer.get(peer_id, {}).values())
 
     def find(self, token: bytes | None) -> Session:
         """The live session of a token. Raises `UnknownSessionError`, `ExpiredInviteError`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -22,6 +23,7 @@ from swarm.errors import (
     UnknownSessionError,
 )
 from swarm.net.base import HandlerFailed
+from swarm.net.sessions import MAX_STREAMS_PER_PEER
 from swarm.net.transport import ByteStream, CallContext, Contact, StreamMethod, Transport, UnaryMethod
 from swarm.pb import hello_pb2 as pb
 from tests.support import World, deterministic_identity, eventually
@@ -388,6 +390,27 @@ def test_rate_limit_goes_by_peer_id(world: World) -> None:
         await b.call(c.contact, ECHO, b"")  # others are not affected
         await asyncio.sleep(0.5)
         await a.call(c.contact, ECHO, b"")  # and neither is it, after a pause
+
+    world.run(main)
+
+
+def test_a_peer_cannot_hold_streams_open_without_end(world: World) -> None:
+    async def main() -> None:
+        server, caller = await pair(world)
+        other = await world.transport()
+        async with AsyncExitStack() as held:
+            streams = [
+                await held.enter_async_context(caller.stream(server.contact, PIPE, timeout_s=30.0))
+                for _ in range(MAX_STREAMS_PER_PEER + 5)
+            ]
+            answers = await asyncio.gather(*(exchange(s, b"x") for s in streams), return_exceptions=True)
+            assert answers.count(b"x") == MAX_STREAMS_PER_PEER
+            assert sum(isinstance(a, RateLimitedError) for a in answers) == 5
+            async with other.stream(server.contact, PIPE, timeout_s=5.0) as stream:
+                assert await exchange(stream, b"y") == b"y"
+        await eventually(lambda: server.sessions.open_streams(caller.peer_id) == 0)  # type: ignore[attr-defined]
+        async with caller.stream(server.contact, PIPE, timeout_s=5.0) as stream:
+            assert await exchange(stream, b"z") == b"z"
 
     world.run(main)
 
