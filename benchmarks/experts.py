@@ -31,6 +31,8 @@ from swarm.experts.registry import build_expert
 HID = 1024
 BATCHES = (4, 256, 2048)
 SMALL_BATCH = 4
+SMALL_BLOCK = 30
+"""Small calls of one kind in a row."""
 LR = 1e-6
 BLOCK_S = 0.06
 """Time that one block of calls takes about, so that cheap calls are measured more often."""
@@ -198,16 +200,24 @@ def measure_small_call(peer: swarm.Peer, rounds: int) -> dict[str, Any]:
             action()
         times.clear()
         for _ in range(4 * rounds):
-            peer.run_sync(bare(30))
-            for _ in range(30):
+            peer.run_sync(bare(SMALL_BLOCK))
+            for _ in range(SMALL_BLOCK):
                 timings.block("small", action, 0.0)
         peer.run_sync(channels[0].close())
     finally:
         child.stdin.close()
         child.wait(10.0)
-    bare_ms = round(statistics.median(times) * 1e3, 3)
-    small_ms = timings.ms("small")
-    return {"small_call_ms": small_ms, "bare_unary_ms": bare_ms, "small_call_ratio": round(small_ms / bare_ms, 3)}
+    # neighbouring blocks are compared, so that a load that drifts cancels out
+    blocks = zip(_block_medians(timings.seconds["small"]), _block_medians(times), strict=True)
+    return {
+        "small_call_ms": timings.ms("small"),
+        "bare_unary_ms": round(statistics.median(times) * 1e3, 3),
+        "small_call_ratio": round(statistics.median(small / bare for small, bare in blocks), 3),
+    }
+
+
+def _block_medians(seconds: list[float]) -> list[float]:
+    return [statistics.median(seconds[i : i + SMALL_BLOCK]) for i in range(0, len(seconds), SMALL_BLOCK)]
 
 
 def measure_hivemind(python: str) -> list[dict[str, Any]]:

@@ -3,8 +3,9 @@
     python -m benchmarks.transport [--json]
 
 The serving side is a process of its own. Both sides of every ratio are measured in turn, round by round, in the same
-two processes, with the same 64 MiB of data; figures are medians. An echo counts both ways. The tensor echo sends frames
-of `--frame-mib` and takes each back while it sends the next, through session, TLS and framing.
+two processes, with the same 64 MiB of data; figures are medians, and ratios medians of the ratios within a round. An
+echo counts both ways. The tensor echo sends frames of `--frame-mib` and takes each back while it sends the next,
+through session, TLS and framing.
 """
 
 from __future__ import annotations
@@ -235,9 +236,14 @@ async def _measure(server: dict[str, Any], rounds: int, calls: int, frame_bytes:
     await bare.close()
     await client.close()
     result = {name: round(statistics.median(values), 3) for name, values in figures.items()}
-    result["small_call_ratio"] = round(result["small_call_ms"] / result["bare_unary_ms"], 3)
-    result["echo_ratio"] = round(result["echo_mb_s"] / result["bare_grpc_echo_mb_s"], 3)
+    result["small_call_ratio"] = _paired(figures["small_call_ms"], figures["bare_unary_ms"])
+    result["echo_ratio"] = _paired(figures["echo_mb_s"], figures["bare_grpc_echo_mb_s"])
     return result
+
+
+def _paired(ours: list[float], bare: list[float]) -> float:
+    """Median over rounds of the ratio within a round, so that a load that drifts between rounds cancels out."""
+    return round(statistics.median(a / b for a, b in zip(ours, bare, strict=True)), 3)
 
 
 def run(rounds: int = 7, calls: int = 200, frame_mib: int = 2) -> dict[str, float]:
