@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +87,7 @@ def load_snapshot(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) ->
     """Copy a snapshot's values into the model and the optimizer's state, in place; returns its step.
 
     Raises:
-        SchemaMismatchError: The donor trains other parameters. Nothing was changed.
+        SchemaMismatchError: The donor trains other parameters, or with another optimizer. Nothing was changed.
     """
     parameters, buffers = trainable(model), dict(model.named_buffers())
     wanted = {PARAMETER + n: p for n, p in parameters.items()} | {BUFFER + n: b for n, b in buffers.items()}
@@ -94,24 +96,67 @@ def load_snapshot(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) ->
     step = snapshot.metadata.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise SchemaMismatchError("The state names no step.")
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(offered[name])
     optimized = {p for group in optimizer.param_groups for p in group["params"]}
     plain = snapshot.metadata.get("optimizer")
+    states: dict[str, dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if parameter not in optimized:
             continue
         prefix = f"{OPTIMIZER}{name}/"
-        own = optimizer.state[parameter]
-        for full, value in snapshot.tensors.items():
-            if full.startswith(prefix) and "/" not in full[len(prefix) :]:
-                own[full[len(prefix) :]] = _placed(value, parameter, full[len(prefix) :], optimizer)
+        given: dict[str, Any] = {
+            full[len(prefix) :]: value
+            for full, value in snapshot.tensors.items()
+            if full.startswith(prefix) and "/" not in full[len(prefix) :]
+        }
         if isinstance(plain, dict) and isinstance(plain.get(name), dict):
-            own.update(plain[name])
-        if not own:
-            del optimizer.state[parameter]
+            given.update(plain[name])
+        if given:
+            _check_state(name, given, _usual_state(optimizer, parameter))
+            states[name] = given
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(offered[name])
+    for name, given in states.items():
+        parameter = parameters[name]
+        own = optimizer.state[parameter]
+        for key, value in given.items():
+            own[key] = _placed(value, parameter, key, optimizer) if isinstance(value, Tensor) else value
     return step
+
+
+def _usual_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
+    """What the optimizer keeps for a parameter, if need be found out on zeros; none if that cannot be done."""
+    if optimizer.state.get(parameter):
+        return dict(optimizer.state[parameter])
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    twin = copy.copy(optimizer)
+    zeros = nn.Parameter(torch.zeros_like(parameter))
+    zeros.grad = torch.zeros_like(parameter)
+    twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [zeros]}]
+    try:
+        twin.step()
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None  # an optimizer of its own kind: one that wants a closure, or more than its documented state
+    return dict(twin.state[zeros])
+
+
+def _check_state(name: str, given: Mapping[str, Any], usual: Mapping[str, Any] | None) -> None:
+    """Refuse what the optimizer would stumble over at its next step."""
+    if usual is None:
+        return
+
+    def form(state: Mapping[str, Any]) -> dict[str, object]:
+        return {
+            key: (value.shape, value.is_floating_point()) if isinstance(value, Tensor) else type(value)
+            for key, value in state.items()
+            if isinstance(value, Tensor | bool | int | float | str)
+        }
+
+    if form(given) != form(usual):
+        raise SchemaMismatchError(
+            f"The optimizer state of {name!r} in the run's state is not what this optimizer keeps.",
+            fix="Use the optimizer that the other trainers use, or another key.",
+        )
 
 
 def _check_same(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor]) -> None:

@@ -16,9 +16,10 @@ from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.gossip import Gossip
 from swarm.averaging.rounds import Alone, Group, Round, RoundFinished
 from swarm.errors import SchemaMismatchError, UsageError
+from swarm.state.snapshot import Snapshot
 from swarm.training import ParameterAveraging, seeded
 from swarm.training.attach import Attachment, attach
-from swarm.training.state import StateLoaded, StateNotLoaded, state_key
+from swarm.training.state import StateLoaded, StateNotLoaded, build_snapshot, load_snapshot, state_key
 from tests.support import GrpcWorld
 from tests.unit.training.conftest import Trainer
 
@@ -226,6 +227,33 @@ def test_state_with_nan_is_passed_over(trainers: Make) -> None:
             assert torch.equal(vector(model), before)
         (event,) = late.events.recent(StateNotLoaded)
         assert "NaN" in event.event.reason  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("change", ["size", "type", "plain", "another optimizer's"])
+def test_optimizer_state_that_does_not_fit_changes_nothing(trainers: Make, change: str) -> None:
+    [donor] = trainers(1)
+    given, model = model_of(donor), model_of(donor)
+    with torch.no_grad():
+        next(given.parameters()).add_(1.0)
+    theirs, optimizer = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (given, model))
+    train_step(given, theirs, 0, 0)
+    good = build_snapshot(given, theirs, 7)
+    tensors, metadata = dict(good.tensors), dict(good.metadata)
+    if change == "size":
+        tensors["optim/0.weight/exp_avg"] = torch.zeros(5)
+    elif change == "type":
+        tensors["optim/0.weight/exp_avg"] = tensors["optim/0.weight/exp_avg"].long()
+    elif change == "plain":
+        metadata["optimizer"] = {"0.weight": {"step": 3}}
+    else:
+        tensors["optim/0.weight/momentum_buffer"] = torch.zeros(4, 3)
+    before = vector(model).clone()
+    with pytest.raises(SchemaMismatchError):
+        load_snapshot(Snapshot.build(tensors, metadata), model, optimizer)
+    assert torch.equal(vector(model), before)
+    assert not optimizer.state
+    assert load_snapshot(good, model, optimizer) == 7
+    train_step(model, optimizer, 0, 1)
 
 
 # The contract of a torch optimizer ----------------------------------------------------------------------------------
