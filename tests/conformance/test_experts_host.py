@@ -462,9 +462,12 @@ def test_hosts_that_start_together_share_the_experts(world: World) -> None:
     async def body() -> None:
         await swarm.begin(hosts=3)
         await swarm.settled(2)
-        loads = sorted(len(h.held) for h in swarm.hosts)
-        assert sum(loads) == 16
-        assert loads[-1] - loads[0] <= 3
+
+        def balanced() -> bool:
+            loads = sorted(len(h.held) for h in swarm.hosts)
+            return sum(loads) == 16 and loads[-1] - loads[0] <= 3
+
+        await eventually(balanced, timeout_s=15.0)
         assert all(e.donor == "" or e.weight_version == 0 for i in range(3) for e in swarm.events(i, ExpertTaken))
 
     run(world, body)
@@ -585,6 +588,7 @@ def test_survivors_recreate_what_a_dead_host_held(memory_world: MemoryWorld) -> 
         for uid in swarm.hosts[0].held:
             await swarm.one(uid, "backward", [x, x], swarm.ids.next(), apply=True, with_inputs=True)
         await asyncio.sleep(2.0)
+        dropped = [len(swarm.events(i, ExpertDropped)) for i in (1, 2, 3)]
         lost, at = swarm.hosts[0].held, asyncio.get_running_loop().time()
         await swarm.endpoints[0].transport.close(grace_s=0.0)
         await swarm.hosts[0].close(drain=False)
@@ -593,7 +597,7 @@ def test_survivors_recreate_what_a_dead_host_held(memory_world: MemoryWorld) -> 
         assert asyncio.get_running_loop().time() - at < 10.0
         for uid, version in lost.items():
             assert [h.held[uid] for h in survivors if uid in h.held] == [version, version]
-        assert all(swarm.events(i, ExpertDropped) == [] for i in (1, 2, 3))
+        assert [len(swarm.events(i, ExpertDropped)) for i in (1, 2, 3)] == dropped
 
     run(memory_world, body)
 
