@@ -20,11 +20,9 @@ from swarm.events import Event
 from swarm.state.transfer import SnapshotStore
 from swarm.training.averaging import ParameterAveraging
 from swarm.training.state import (
-    StateLoaded,
     StateNotAnnounced,
     build_snapshot,
-    download_newest,
-    load_snapshot,
+    load_newest,
     state_key,
     trainable,
 )
@@ -183,13 +181,9 @@ class Attachment:
     # State -----------------------------------------------------------------------------------------------------------
 
     def _load_state(self) -> None:
-        found = self._endpoint.run_sync(download_newest(self._endpoint, self.key))
-        if found is None:
-            return
-        snapshot, donor = found
-        self.step = load_snapshot(snapshot, self._model, self._optimizer)
-        self.synced_from = str(donor.peer_id)
-        self._endpoint.runtime.emit(StateLoaded(self.key, self.synced_from, self.step, snapshot.nbytes))
+        loaded = load_newest(self._endpoint, self.key, self._model, self._optimizer)
+        if loaded is not None:
+            self.step, self.synced_from = loaded.step, loaded.donor
 
     def _publish(self, agreed: list[Tensor] | None) -> None:
         """Offer the last agreed values (without a group: ours) with our optimizer state to joiners."""
@@ -267,10 +261,10 @@ def attach(
 
     At the start the newest state that another trainer offers under `key` is downloaded: parameters, buffers, optimizer
     state and step. Without one, training begins with the model's own weights, which are offered to later trainers at
-    once; build the model under `swarm.seeded`, so that trainers which start at the same moment agree too. After that nothing changes in your loop: a hook after
-    `optimizer.step()` averages the trainable parameters every `averaging.every` steps and publishes the state for
-    joiners. Parameters are written in place, on the thread that calls `step`, between steps. A lone trainer trains
-    alone; nothing that other peers do raises.
+    once; build the model under `swarm.seeded`, so that trainers which start at the same moment agree too. After that
+    nothing changes in your loop: a hook after `optimizer.step()` averages the trainable parameters every
+    `averaging.every` steps and publishes the state for joiners. Parameters are written in place, on the thread that
+    calls `step`, between steps. A lone trainer trains alone; nothing that other peers do raises.
 
     Memory on the CPU: one copy of the trainable parameters, a second one with `overlap`, and the published snapshot
     (parameters and optimizer state).
@@ -285,6 +279,6 @@ def attach(
 
     Raises:
         UsageError: The model has no trainable parameters, or the peer trains under this key already.
-        SchemaMismatchError: The run's state belongs to another model.
+        SchemaMismatchError: The run's state belongs to another model: no donor's fits.
     """
     return Attachment(model, optimizer, peer, averaging or ParameterAveraging(), key, on_round)

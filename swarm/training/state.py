@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swarm.endpoint import Endpoint
-from swarm.errors import NonFiniteError, SchemaMismatchError, SwarmError
+from swarm.errors import SchemaMismatchError, SwarmError
 from swarm.events import Event
 from swarm.net.transport import Contact
 from swarm.state.transfer import PartialSnapshot, Snapshot, fetch_snapshot
 from swarm.tensors.schema import check_finite
 
 PARAMETER, BUFFER, OPTIMIZER = "param/", "buffer/", "optim/"
-MAX_DONORS = 5
+MAX_DONORS = 16
+"""Donors that a joiner asks, newest first, before it begins by itself."""
 DOWNLOAD_TIMEOUT_S = 3600.0
 """Cap of one download; a donor that stalls is given up much earlier."""
 
@@ -40,6 +41,15 @@ class StateNotLoaded(Event):
     """Others have state, but it could not be had; this trainer begins with its own weights."""
 
     key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DonorPassedOver(Event):
+    """A donor's state could not be had or does not fit; the next donor is asked."""
+
+    key: str
+    donor: str
     reason: str
 
 
@@ -188,38 +198,66 @@ def _check_finite(snapshot: Snapshot) -> None:
             check_finite(tensor, f"state {name!r}")
 
 
-async def download_newest(endpoint: Endpoint, key: str) -> tuple[Snapshot, Contact] | None:
-    """The newest state that a donor announces under a key; none if nobody does, or nobody could give it.
-
-    A donor whose state holds NaN or infinity is passed over.
-    """
+async def _donors(endpoint: Endpoint, key: str) -> list[Contact]:
+    """Who announces state under a key, the newest state first."""
     try:
         entries = await endpoint.dht.get(state_key(key), fresh=True)
     except SwarmError as error:
         endpoint.runtime.emit(StateNotLoaded(key, error.message))
-        return None
+        return []
     donors: list[tuple[int, Contact]] = []
     for entry in entries:
         body = entry.body if isinstance(entry.body, dict) else {}
         step, addresses = body.get("step"), body.get("addresses")
-        if entry.author == endpoint.peer_id or not isinstance(step, int) or not isinstance(addresses, list | tuple):
+        if entry.author == endpoint.peer_id or entry.subkey or not isinstance(addresses, list | tuple):
+            continue
+        if not isinstance(step, int):
             continue
         donors.append((step, Contact(entry.author, tuple(a for a in addresses if isinstance(a, str)))))
     donors.sort(key=lambda donor: -donor[0])
-    reasons: list[str] = []
-    for _, donor in donors[:MAX_DONORS]:
-        partial = PartialSnapshot()
-        for _attempt in range(2):
-            try:
-                snapshot = await fetch_snapshot(
-                    endpoint, donor, state_key(key), timeout_s=DOWNLOAD_TIMEOUT_S, resume=partial
-                )
-                await endpoint.runtime.offload(_check_finite, snapshot)
-                return snapshot, donor
-            except SwarmError as error:
-                reasons.append(f"{donor.peer_id.short}: {error.message}")
-                if not partial.done_bytes or isinstance(error, NonFiniteError):
-                    break  # it gave nothing, or nothing that can be used: ask another
-    if reasons:
-        endpoint.runtime.emit(StateNotLoaded(key, "; ".join(reasons)[:500]))
+    return [donor for _, donor in donors[:MAX_DONORS]]
+
+
+async def _download(endpoint: Endpoint, key: str, donor: Contact) -> Snapshot:
+    """One donor's state, of finite values. Raises what `fetch_snapshot` raises, and `NonFiniteError`."""
+    partial = PartialSnapshot()
+    try:
+        snapshot = await fetch_snapshot(endpoint, donor, state_key(key), timeout_s=DOWNLOAD_TIMEOUT_S, resume=partial)
+    except SwarmError:
+        if not partial.done_bytes:
+            raise
+        snapshot = await fetch_snapshot(endpoint, donor, state_key(key), timeout_s=DOWNLOAD_TIMEOUT_S, resume=partial)
+    await endpoint.runtime.offload(_check_finite, snapshot)
+    return snapshot
+
+
+def load_newest(endpoint: Endpoint, key: str, model: nn.Module, optimizer: Optimizer) -> StateLoaded | None:
+    """Begin with the newest state that a donor announces under a key and that fits; none if nobody gave any.
+
+    Donors are asked in order; one that cannot give its state, whose state holds NaN or infinity, or belongs to another
+    model is passed over, because a single one of those must not keep everybody out. Call it on the training thread.
+
+    Raises:
+        SchemaMismatchError: No donor's state fits, and at least one has the state of another model or optimizer.
+            Nothing was changed.
+    """
+    passed_over: list[str] = []
+    mismatch: SchemaMismatchError | None = None
+    for donor in endpoint.run_sync(_donors(endpoint, key)):
+        try:
+            snapshot = endpoint.run_sync(_download(endpoint, key, donor))
+            step = load_snapshot(snapshot, model, optimizer)
+        except SwarmError as error:
+            if isinstance(error, SchemaMismatchError):
+                mismatch = mismatch or error
+            passed_over.append(f"{donor.peer_id.short}: {error.message}")
+            endpoint.runtime.emit(DonorPassedOver(key, str(donor.peer_id), error.message))
+            continue
+        loaded = StateLoaded(key, str(donor.peer_id), step, snapshot.nbytes)
+        endpoint.runtime.emit(loaded)
+        return loaded
+    if mismatch is not None:
+        raise mismatch
+    if passed_over:
+        endpoint.runtime.emit(StateNotLoaded(key, "; ".join(passed_over)[:500]))
     return None

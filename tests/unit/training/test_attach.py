@@ -19,7 +19,7 @@ from swarm.errors import SchemaMismatchError, UsageError
 from swarm.state.snapshot import Snapshot
 from swarm.training import ParameterAveraging, seeded
 from swarm.training.attach import Attachment, attach
-from swarm.training.state import StateLoaded, StateNotLoaded, build_snapshot, load_snapshot, state_key
+from swarm.training.state import DonorPassedOver, StateLoaded, StateNotLoaded, build_snapshot, load_snapshot, state_key
 from tests.support import GrpcWorld
 from tests.unit.training.conftest import Trainer
 
@@ -184,6 +184,33 @@ def test_state_of_another_model_is_refused_and_changes_nothing(trainers: Make) -
             with pytest.raises(SchemaMismatchError):
                 attach(other, torch.optim.SGD(other.parameters(), lr=0.1), late, BLOCKING)
             assert torch.equal(vector(other), before)
+
+
+@pytest.mark.parametrize("other", ["model", "optimizer"])
+def test_a_donor_of_another_schema_does_not_keep_joiners_from_the_next(
+    trainers: Make, grpc_world: GrpcWorld, other: str
+) -> None:
+    first, stranger, late = trainers(3)
+    odd = nn.Linear(3, 5) if other == "model" else model_of(first)
+    its = torch.optim.SGD(odd.parameters(), lr=0.1, momentum=0.9)
+    odd(torch.ones(1, 3)).sum().backward()
+    its.step()
+    stranger.state.publish(state_key("trunk"), build_snapshot(odd, its, 1000))
+
+    async def announce() -> None:
+        body = {"addresses": list(stranger.endpoint.contact.addresses), "step": 1000}
+        for subkey in ("", *(str(i) for i in range(20))):
+            await stranger.endpoint.dht.put(state_key("trunk"), body, ttl_s=30, subkey=subkey)
+
+    with attach(model := model_of(first), torch.optim.SGD(model.parameters(), lr=0.1), first, BLOCKING):
+        wait_for_record(first, 0)
+        grpc_world.run(announce)
+        fresh = model_of(late)
+        with attach(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), late, BLOCKING) as joined:
+            assert joined.synced_from == str(first.endpoint.peer_id)
+            assert torch.equal(vector(fresh), vector(model))
+        (event,) = late.events.recent(DonorPassedOver)
+        assert event.event.donor == str(stranger.endpoint.peer_id)  # type: ignore[attr-defined]
 
 
 def test_a_donor_that_is_gone_is_an_event_and_training_begins_anyway(trainers: Make, grpc_world: GrpcWorld) -> None:
