@@ -101,6 +101,9 @@ class HostConfig(_Section):
     """Token budget of one batched computation."""
     max_queued_tokens: int = Field(65536, gt=0)
     """Tokens that may wait; more are refused with `HostBusyError`."""
+    max_inflight_bytes: int = Field(1024 * MIB, gt=0)
+    """Tensors of requests that arrive or are not answered yet; more are refused with `HostBusyError`. A host without
+    any takes one request of any size."""
     forward_cache_bytes: int = Field(512 * MIB, gt=0)
     """Inputs kept for backward passes that may come."""
     announce_ttl_s: float = Field(30.0, gt=0)

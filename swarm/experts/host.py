@@ -186,7 +186,13 @@ class ExpertHost:
             self._worker = InlineWorker(batcher, compute, runtime)
         else:
             self._worker = DeviceWorker(batcher, compute, runtime.clock)
-        self._server = ExpertServer(self._endpoint, self._experts, self._worker, self._config.forward_cache_bytes)
+        self._server = ExpertServer(
+            self._endpoint,
+            self._experts,
+            self._worker,
+            self._config.forward_cache_bytes,
+            self._config.max_inflight_bytes,
+        )
         self._replicas = ReplicaExchange(
             self._endpoint, self._store, self._worker, self._experts, refresh_s=self._config.replica_sync_s / 2
         )

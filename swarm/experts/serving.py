@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, CallContext
 from swarm.tensors.codecs import codec
 from swarm.tensors.streaming import receive_tensors, send_tensors
-from swarm.tensors.wire import Limits, from_frame, to_frame
+from swarm.tensors.wire import Admit, Limits, from_frame, to_frame
 
 _UNARY_LIMITS = Limits(max_payload_bytes=MAX_UNARY_BYTES)
 _STREAM_LIMITS = Limits(max_header_bytes=4 << 20, max_tensors=16384, max_payload_bytes=MAX_CALL_PAYLOAD_BYTES)
@@ -101,6 +102,37 @@ class _FirstChunk(ByteStream):
         return first if first is not None else await self._stream.receive()
 
 
+class InflightBudget:
+    """Bounds the memory of requests from the moment that their size is announced until they are answered."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[Admit]:
+        """Reserve with the callable, release when the block ends.
+
+        The callable raises `HostBusyError` when others hold too much already; alone, a request of any size is admitted.
+        """
+        mine = 0
+
+        def admit(nbytes: int) -> None:
+            nonlocal mine
+            if self.held_bytes and self.held_bytes + nbytes > self._max_bytes:
+                raise HostBusyError(
+                    f"Requests of {self.held_bytes} bytes are on their way; {nbytes} more would be too much.",
+                    fix="Retry later, or ask another replica.",
+                )
+            mine += nbytes
+            self.held_bytes += nbytes
+
+        try:
+            yield admit
+        finally:
+            self.held_bytes -= mine
+
+
 def compute(works: Sequence[Work]) -> Sequence[ForwardResult | BackwardResult | SwarmError]:
     """One batch, on the device's thread."""
     backend: ExpertBackend = works[0].job[0]
@@ -132,34 +164,43 @@ class ExpertServer:
         experts: The held experts; the host changes it.
         worker: Computes `compute` on the device.
         cache_bytes: Size of the forward cache.
+        max_inflight_bytes: Bound of the requests that arrive or are not answered yet.
     """
 
     def __init__(
-        self, endpoint: Endpoint, experts: Mapping[str, ExpertBackend], worker: Worker, cache_bytes: int
+        self,
+        endpoint: Endpoint,
+        experts: Mapping[str, ExpertBackend],
+        worker: Worker,
+        cache_bytes: int,
+        max_inflight_bytes: int = 1 << 30,
     ) -> None:
         self._runtime = endpoint.runtime
         self._experts = experts
         self._worker = worker
         self._graph_limit_bytes = cache_bytes // _GRAPH_SHARE
         self.cache = ForwardCache(cache_bytes)
+        self.inflight = InflightBudget(max_inflight_bytes)
         self.stats = ServingStats()
         endpoint.transport.serve(CALL, self._call)
         endpoint.transport.serve_stream(CALL_STREAM, self._call_stream)
 
     async def _call(self, context: CallContext, data: bytes) -> bytes:
-        meta, tensors = from_frame(data, _UNARY_LIMITS)
-        request = CallRequest.from_meta(meta)
-        response, outputs = await self._answer(context.peer_id, request, tensors)
-        return to_frame(response.to_meta(), outputs, request.reply_codec)
+        with self.inflight.hold() as admit:
+            meta, tensors = from_frame(data, _UNARY_LIMITS, admit)
+            request = CallRequest.from_meta(meta)
+            response, outputs = await self._answer(context.peer_id, request, tensors)
+            return to_frame(response.to_meta(), outputs, request.reply_codec)
 
     async def _call_stream(self, context: CallContext, stream: ByteStream) -> None:
         """Any number of calls, one after the other."""
         while (first := await stream.receive()) is not None:
-            meta, tensors = await receive_tensors(_FirstChunk(first, stream), self._runtime, _STREAM_LIMITS)
-            request = CallRequest.from_meta(meta)
-            response, outputs = await self._answer(context.peer_id, request, tensors)
-            del tensors
-            await send_tensors(stream, self._runtime, response.to_meta(), outputs, request.reply_codec)
+            with self.inflight.hold() as admit:
+                meta, tensors = await receive_tensors(_FirstChunk(first, stream), self._runtime, _STREAM_LIMITS, admit)
+                request = CallRequest.from_meta(meta)
+                response, outputs = await self._answer(context.peer_id, request, tensors)
+                del tensors
+                await send_tensors(stream, self._runtime, response.to_meta(), outputs, request.reply_codec)
 
     async def _answer(
         self, peer_id: PeerId, request: CallRequest, tensors: Sequence[Tensor]

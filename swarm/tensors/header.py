@@ -6,6 +6,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgpack
@@ -67,6 +68,11 @@ class TensorHeader:
     """One row of a checked header."""
 
     __slots__ = ("codec", "dtype", "name", "nbytes", "shape")
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes here: the larger of its encoded and its decoded size."""
+        return max(self.nbytes, prod(self.shape) * self.dtype.itemsize)
 
     def __init__(self, dtype: torch.dtype, name: str, shape: tuple[int, ...], with_codec: Codec, nbytes: int) -> None:
         self.dtype = dtype

@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.errors import TruncatedStreamError
 from swarm.net.transport import ByteStream
 from swarm.runtime import Runtime
-from swarm.tensors.wire import DEFAULT_CHUNK_BYTES, DEFAULT_LIMITS, FrameReader, Limits, encode
+from swarm.tensors.wire import DEFAULT_CHUNK_BYTES, DEFAULT_LIMITS, Admit, FrameReader, Limits, encode
 
 INLINE_BYTES = 128 * 1024
 """Conversions of less than this take under 0.2 ms and run on the loop."""
@@ -69,18 +69,19 @@ def _encode_next(runtime: Runtime, chunks: Iterator[bytes]) -> asyncio.Task[byte
 
 
 async def receive_tensors(
-    stream: ByteStream, runtime: Runtime, limits: Limits = DEFAULT_LIMITS
+    stream: ByteStream, runtime: Runtime, limits: Limits = DEFAULT_LIMITS, admit: Admit | None = None
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Receive one frame; returns its metadata and its tensors (CPU, writable, own memory).
 
-    Reads exactly one frame: messages after it belong to the next.
+    Reads exactly one frame: messages after it belong to the next. `admit` gets the tensors' size in memory when the
+    header has arrived, before any of it is allocated; what it raises refuses the frame.
 
     Raises:
         TruncatedStreamError: The stream ended before the frame was complete.
         WireError: The frame is malformed or exceeds the limits.
         NetworkError, SwarmError: What `stream.receive` raises.
     """
-    reader = FrameReader(limits)
+    reader = FrameReader(limits, admit)
     offloaded = False
     while not reader.complete:
         chunk = await stream.receive()

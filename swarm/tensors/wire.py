@@ -14,14 +14,14 @@ copied once on each side: into the `bytes` message that gRPC wants, and out of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swarm.errors import FrameTooLargeError, MalformedFrameError, TruncatedStreamError, WireError
+from swarm.errors import FrameTooLargeError, MalformedFrameError, SwarmError, TruncatedStreamError
 from swarm.tensors.codecs import Codec, codec, device_flat
 from swarm.tensors.header import DEFAULT_LIMITS, MAGIC, PREFIX, Limits, TensorHeader, pack_header, parse_header
 from swarm.tensors.memory import allocate
@@ -29,6 +29,8 @@ from swarm.tensors.memory import allocate
 __all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_LIMITS", "FrameReader", "Limits", "encode", "from_frame", "to_frame"]
 
 DEFAULT_CHUNK_BYTES = 1 << 20
+Admit = Callable[[int], None]
+"""Gets the bytes of memory that a frame's tensors will take, before any is allocated; raises to refuse the frame."""
 _STAGE_BYTES = 1 << 20
 _COPIED_BYTES = 1 << 18
 
@@ -121,17 +123,25 @@ def to_frame(meta: dict[str, Any], tensors: Sequence[Tensor], codecs: str | Sequ
     return _join(pack_header(meta, tensors, by_tensor)[0], tensors, by_tensor)
 
 
-def from_frame(data: bytes, limits: Limits = DEFAULT_LIMITS) -> tuple[dict[str, Any], list[Tensor]]:
-    """Decode a whole frame. The tensors are on the CPU, writable, in memory of their own. Raises `WireError`."""
+def from_frame(
+    data: bytes, limits: Limits = DEFAULT_LIMITS, admit: Admit | None = None
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Decode a whole frame. The tensors are on the CPU, writable, in memory of their own.
+
+    Raises `WireError`, and what `admit` raises.
+    """
     view = memoryview(data)
     if len(view) >= PREFIX.size:
         start = _header_end(view, limits)
         if len(view) >= start:
             meta, specs = parse_header(view[PREFIX.size : start], limits)
+            if admit is not None:
+                admit(sum([spec.memory_bytes for spec in specs]))
+                admit = None
             tensors = _copied(view[start:], specs)
             if tensors is not None:
                 return meta, tensors
-    reader = FrameReader(limits)
+    reader = FrameReader(limits, admit)
     reader.feed(data)
     return reader.meta, reader.tensors()
 
@@ -166,9 +176,14 @@ class FrameReader:
     """Reads one frame from messages cut anywhere. Memory of a tensor is allocated when its first byte arrives.
 
     After an error the reader stays unusable and raises the same error again.
+
+    Args:
+        limits: What is accepted in one frame.
+        admit: Called once, when the header has arrived and before memory is allocated; may refuse the frame.
     """
 
     __slots__ = (
+        "_admit",
         "_buffer",
         "_decoded",
         "_error",
@@ -182,13 +197,14 @@ class FrameReader:
         "_tensors",
     )
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, admit: Admit | None = None) -> None:
         self._limits = limits
+        self._admit = admit
         self._buffer = bytearray()
         self._meta: dict[str, Any] | None = None
         self._specs: list[TensorHeader] = []
         self._tensors: list[Tensor] = []
-        self._error: WireError | None = None
+        self._error: SwarmError | None = None
         # The tensor that is arriving: its bytes (codec none) or a staging window of encoded bytes.
         self._target: memoryview | None = None
         self._raw: Tensor | None = None
@@ -224,12 +240,12 @@ class FrameReader:
         return any(not spec.codec.is_copy or spec.dtype is torch.bool for spec in self._specs)
 
     def feed(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Take the next message. Raises `WireError` for anything that is not part of one valid frame."""
+        """Take the next message. Raises `WireError` for what is not part of one frame, and what `admit` raises."""
         if self._error is not None:
             raise self._error
         try:
             self._feed(memoryview(chunk))
-        except WireError as error:
+        except SwarmError as error:
             self._error = error
             raise
 
@@ -293,7 +309,10 @@ class FrameReader:
         return view[missing:]
 
     def _open(self, header: memoryview) -> None:
-        meta, self._specs = parse_header(header, self._limits)
+        meta, specs = parse_header(header, self._limits)
+        if self._admit is not None:
+            self._admit(sum(spec.memory_bytes for spec in specs))
+        self._specs = specs
         self._meta = meta
         self._next_tensor()
 

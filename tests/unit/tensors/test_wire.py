@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swarm.errors import (
     FrameTooLargeError,
+    HostBusyError,
     MalformedFrameError,
     TruncatedStreamError,
     UnsupportedDtypeError,
@@ -424,3 +425,27 @@ def test_single_messages_of_any_kind_of_tensor(tensor: torch.Tensor) -> None:
 def test_single_messages_of_the_wrong_size_are_refused(change: Callable[[bytes], bytes]) -> None:
     with pytest.raises(WireError):
         from_frame(change(to_frame(META, [torch.ones(4)])))
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+def test_a_frame_can_be_refused_by_its_size_before_memory_is_allocated(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def admit(nbytes: int) -> None:
+        asked.append(nbytes)
+        raise HostBusyError("Full.")
+
+    def allocate(nbytes: int) -> Tensor:
+        raise AssertionError("memory was allocated")
+
+    data = to_frame({}, [torch.zeros(3, 4), torch.zeros(5)], codec)
+    monkeypatch.setattr("swarm.tensors.wire.allocate", allocate)
+    reader = FrameReader(admit=admit)
+    for _ in range(2):
+        with pytest.raises(HostBusyError):
+            reader.feed(data)
+    with pytest.raises(HostBusyError):
+        from_frame(data, admit=admit)
+    assert asked == [68, 68]
