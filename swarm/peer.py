@@ -14,6 +14,7 @@ import torch
 
 from swarm.averaging.service import AveragingService
 from swarm.config import PeerConfig
+from swarm.datadir import DataDirLock
 from swarm.dht.bootstrap import bootstrap_addresses
 from swarm.dht.node import Dht
 from swarm.endpoint import Endpoint
@@ -105,6 +106,7 @@ class Peer(Endpoint):
         bootstrap: Sequence[tuple[str, PeerId | None]] = (),
         signed_manifest: bytes | None = None,
         events: EventStream | None = None,
+        data_dir_lock: DataDirLock | None = None,
     ) -> Self:
         """Join a run and return when this peer is online.
 
@@ -116,18 +118,26 @@ class Peer(Endpoint):
             bootstrap: Addresses to join through; none for the first peer of a run.
             signed_manifest: The run's manifest where it is at hand; none fetches it from the peers.
             events: Where to emit events; none makes a new stream.
+            data_dir_lock: Holds `config.data_dir`, where the caller has taken it already; released with this peer.
 
         Raises:
             BootstrapError: No address led into the run; `reasons` has each one's cause.
-            PortInUseError, ConfigError, SecurityError: As they say.
+            ConfigError: Another peer uses `config.data_dir`, or as it says.
+            PortInUseError, SecurityError: As they say.
         """
-        peer = cls(
-            identity=identity,
-            run_public_key=run_public_key,
-            credential=credential,
-            config=config,
-            runtime=Runtime(events=events),
-        )
+        if data_dir_lock is None and config.data_dir is not None:
+            data_dir_lock = DataDirLock(config.data_dir)
+        with ExitStack() as until_made:
+            if data_dir_lock is not None:
+                until_made.enter_context(data_dir_lock)
+            peer = cls(
+                identity=identity,
+                run_public_key=run_public_key,
+                credential=credential,
+                config=config,
+                runtime=Runtime(events=events),
+            )
+            peer._stack = until_made.pop_all()
         peer._stack.enter_context(switch_interval())
         try:
             peer.run_sync(peer._start(bootstrap, signed_manifest), START_TIMEOUT_S)

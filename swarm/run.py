@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from swarm.config import PeerConfig
+from swarm.datadir import DataDirLock
 from swarm.errors import ClosedError, UsageError
 from swarm.events import EventStream
 from swarm.experts.registry import profile
@@ -29,6 +31,18 @@ def identity_for(config: PeerConfig) -> KeyPair:
     if config.data_dir is None:
         return KeyPair.generate()
     return KeyPair.load_or_create(config.data_dir / IDENTITY_FILE)
+
+
+@contextmanager
+def _released_on_error(directory: Path | None) -> Iterator[DataDirLock | None]:
+    """Take the data directory, before anything in it is read or written, for a peer that the block starts."""
+    lock = None if directory is None else DataDirLock(directory)
+    try:
+        yield lock
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
 
 
 def parse_role(role: str | Role) -> Role:
@@ -136,7 +150,8 @@ def create_run(
         events: Where the first peer emits events.
 
     Raises:
-        ConfigError: A name, grid or setting cannot be used. UnknownExpertClassError: a grid's class is not registered.
+        ConfigError: A name, grid or setting cannot be used, or another peer uses the directory.
+        UnknownExpertClassError: A grid's class is not registered.
         PortInUseError: The listening port is taken.
     """
     config = config or PeerConfig.preset("local")
@@ -145,19 +160,21 @@ def create_run(
     directory = config.data_dir
     for grid in experts:
         profile(grid)
-    if run_key is None:
-        run_key = KeyPair.generate() if directory is None else KeyPair.load_or_create(directory / RUN_KEY_FILE)
-    signed = _manifest_of(name, experts, run_key, directory)
-    identity = identity_for(config)
     chosen = sorted({Role.BOOTSTRAP, *(parse_role(r) for r in roles)})
-    peer = Peer.start(
-        identity=identity,
-        run_public_key=run_key.public_key,
-        credential=owner_credential(run_key, identity, chosen),
-        config=config,
-        signed_manifest=signed,
-        events=events,
-    )
+    with _released_on_error(directory) as lock:
+        if run_key is None:
+            run_key = KeyPair.generate() if directory is None else KeyPair.load_or_create(directory / RUN_KEY_FILE)
+        signed = _manifest_of(name, experts, run_key, directory)
+        identity = identity_for(config)
+        peer = Peer.start(
+            identity=identity,
+            run_public_key=run_key.public_key,
+            credential=owner_credential(run_key, identity, chosen),
+            config=config,
+            signed_manifest=signed,
+            events=events,
+            data_dir_lock=lock,
+        )
     return Run(run_key, signed, config, peer)
 
 
@@ -195,7 +212,7 @@ def join(
         invite: The string that the run's owner handed out.
         role: What to do in the run; none takes the role that the invite admits, `host` first.
         config: Settings; none takes the preset `wan`, or `local` when the run's first peer is on this machine.
-        data_dir: Where the identity is kept, so that the peer is the same after a restart.
+        data_dir: Where the identity is kept, so that the peer is the same after a restart. One peer at a time uses it.
         events: Where the peer emits events.
 
     Raises:
@@ -212,15 +229,17 @@ def join(
         config = PeerConfig.preset("local" if on_this_machine else "wan")
     if data_dir is not None:
         config = config.model_copy(update={"data_dir": data_dir})
-    identity = identity_for(config)
-    return Peer.start(
-        identity=identity,
-        run_public_key=card.ticket.run_public_key,
-        credential=card.credential(identity, [chosen]),
-        config=config,
-        bootstrap=card.ticket.addresses,
-        events=events,
-    )
+    with _released_on_error(config.data_dir) as lock:
+        identity = identity_for(config)
+        return Peer.start(
+            identity=identity,
+            run_public_key=card.ticket.run_public_key,
+            credential=card.credential(identity, [chosen]),
+            config=config,
+            bootstrap=card.ticket.addresses,
+            events=events,
+            data_dir_lock=lock,
+        )
 
 
 def run_key_from_seed(seed: int) -> KeyPair:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm.cli.datadir import locked, swarm_home
+from swarm.cli.datadir import swarm_home
 from swarm.cli.options import Announce, DataDir, Json, ListenHost, LogFile, Port, Profile, peer_config
 from swarm.cli.report import Reporter, reports_errors
 from swarm.cli.stopping import ABORTED_EXIT_CODE
+from swarm.datadir import check_free
 from swarm.errors import UsageError
 from swarm.roles import Role
 
@@ -90,8 +91,8 @@ def command(
     )
     reporter = Reporter(as_json)
     try:
-        with locked(folder):
-            _run_first_peer(reporter, described, config, folder, [Role.BOOTSTRAP, *(role or ())], expires, log_file)
+        check_free(folder)  # the peer takes it; a command that cannot begin says so before torch is imported
+        _run_first_peer(reporter, described, config, folder, [Role.BOOTSTRAP, *(role or ())], expires, log_file)
     except KeyboardInterrupt:
         reporter.close()
         typer.echo("swarm: aborted", err=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swarm.cli.datadir import locked, swarm_home
+from swarm.cli.datadir import swarm_home
 from swarm.cli.options import (
     Announce,
     DataDir,
@@ -24,6 +24,7 @@ from swarm.cli.options import (
 from swarm.cli.report import Reporter, reports_errors
 from swarm.cli.stopping import ABORTED_EXIT_CODE
 from swarm.config import PeerConfig
+from swarm.datadir import check_free
 from swarm.errors import UsageError
 from swarm.roles import Role
 
@@ -97,8 +98,8 @@ def command(
     folder = data_dir or config.data_dir or swarm_home() / "runs" / card.ticket.run_id.hex()[:16]
     reporter = Reporter(as_json)
     try:
-        with locked(folder):
-            _take_part(reporter, text, chosen, config.model_copy(update={"data_dir": folder}), imports or [], log_file)
+        check_free(folder)  # the peer takes it; a command that cannot begin says so before torch is imported
+        _take_part(reporter, text, chosen, config.model_copy(update={"data_dir": folder}), imports or [], log_file)
     except KeyboardInterrupt:
         reporter.close()
         typer.echo("swarm: aborted", err=True)

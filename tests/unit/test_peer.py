@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import swarm
-from swarm.errors import ConfigError, LoopThreadError
+from swarm.errors import ConfigError, LoopThreadError, PortInUseError
 from swarm.net.addresses import split_address
 from swarm.net.loop import loop_thread
 from tests.support import eventually
@@ -73,3 +74,39 @@ def test_a_data_directory_that_cannot_be_used_is_named(run: swarm.Run, tmp_path:
         swarm.join(run.invite("monitor"), data_dir=folder)
     with pytest.raises(ConfigError, match="file"):
         swarm.create_run("another", data_dir=folder)
+
+
+def test_two_peers_cannot_have_one_data_directory(run: swarm.Run, tmp_path: Path) -> None:
+    invite = run.invite("monitor")
+    with swarm.join(invite, data_dir=tmp_path) as first:
+        for attempt in (
+            lambda: swarm.join(invite, data_dir=tmp_path),
+            lambda: swarm.create_run("another", data_dir=tmp_path),
+            lambda: run.peer("monitor", config=first.config),
+        ):
+            with pytest.raises(ConfigError, match=str(os.getpid())):
+                attempt()
+        assert listens(first)
+        assert not (tmp_path / "manifest.json").exists()
+    with swarm.join(invite, data_dir=tmp_path) as second:
+        assert second.peer_id == first.peer_id
+
+
+def test_a_peer_that_cannot_start_leaves_its_data_directory_free(run: swarm.Run, tmp_path: Path) -> None:
+    with pytest.raises(PortInUseError):
+        swarm.create_run(
+            "another",
+            config=swarm.PeerConfig.preset(
+                "local",
+                data_dir=tmp_path,
+                transport={"port": int(run.bootstrap.contact.addresses[0].rpartition(":")[2])},
+            ),
+        )
+    with swarm.join(run.invite("monitor"), data_dir=tmp_path):
+        pass
+
+
+def test_peers_of_a_run_with_a_data_directory_have_none_of_their_own(tmp_path: Path) -> None:
+    with swarm.create_run("kept", data_dir=tmp_path) as run:
+        assert run.peer("monitor").peer_id != run.peer("monitor").peer_id != run.bootstrap.peer_id
+    assert not (tmp_path / "in-use").exists()
