@@ -92,10 +92,24 @@ async def _serve() -> dict[str, Any]:
         return request
 
     async def echo(context: CallContext, stream: ByteStream) -> None:
-        meta: dict[str, Any] = {"left": 1}
-        while meta["left"]:
-            meta, tensors = await receive_tensors(stream, server.runtime)
-            await send_tensors(stream, server.runtime, meta, tensors)
+        frames: asyncio.Queue[tuple[dict[str, Any], list[torch.Tensor]]] = asyncio.Queue(2)
+
+        async def receive() -> None:
+            left = 1
+            while left:
+                await frames.put(frame := await receive_tensors(stream, server.runtime))
+                left = frame[0]["left"]
+
+        async def send() -> None:
+            left = 1
+            while left:
+                meta, tensors = await frames.get()
+                await send_tensors(stream, server.runtime, meta, tensors)
+                left = meta["left"]
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(receive())
+            group.create_task(send())
 
     server.serve(CALL, call)
     server.serve_stream(ECHO, echo)
@@ -246,7 +260,7 @@ def _paired(ours: list[float], bare: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(ours, bare, strict=True)), 3)
 
 
-def run(rounds: int = 7, calls: int = 200, frame_mib: int = 2) -> dict[str, float]:
+def run(rounds: int = 15, calls: int = 200, frame_mib: int = 32) -> dict[str, float]:
     """Start the serving process, measure, end it; returns the figures."""
     torch.set_num_threads(1)
     child = subprocess.Popen(
@@ -270,9 +284,9 @@ def run(rounds: int = 7, calls: int = 200, frame_mib: int = 2) -> dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=200, help="small calls per round")
-    parser.add_argument("--frame-mib", type=int, default=2, help="tensors per frame of the echo, in MiB")
+    parser.add_argument("--frame-mib", type=int, default=32, help="tensors per frame of the echo, in MiB")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from swarm.errors import ConfigError
 
@@ -61,6 +61,12 @@ class TransportConfig(_Section):
     """Connections per peer for bulk streams; more help on long fat links."""
     max_upload_bytes_s: float | None = Field(None, gt=0)
     """Upload limit, or none."""
+
+    @model_validator(mode="after")
+    def _messages_fit(self) -> Self:
+        if self.chunk_bytes + self.chunk_bytes // 16 > self.max_stream_chunk_bytes:
+            raise ValueError("chunk_bytes, and a sixteenth more for a header, must fit into max_stream_chunk_bytes")
+        return self
 
 
 class DhtConfig(_Section):

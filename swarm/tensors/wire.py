@@ -24,13 +24,15 @@ from torch import Tensor
 from swarm.errors import FrameTooLargeError, MalformedFrameError, SwarmError, TruncatedStreamError
 from swarm.tensors.codecs import Codec, codec, device_flat
 from swarm.tensors.header import DEFAULT_LIMITS, MAGIC, PREFIX, Limits, TensorHeader, pack_header, parse_header
-from swarm.tensors.memory import allocate
+from swarm.tensors.memory import allocate, keep_freed_memory
 
 __all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_LIMITS", "FrameReader", "Limits", "encode", "from_frame", "to_frame"]
 
 DEFAULT_CHUNK_BYTES = 1 << 20
 Admit = Callable[[int], None]
 """Gets the bytes of memory that a frame's tensors will take, before any is allocated; raises to refuse the frame."""
+HEADER_SHARE = 16
+"""A header of at most this fraction of a message travels with the first payload."""
 _STAGE_BYTES = 1 << 20
 _COPIED_BYTES = 1 << 18
 
@@ -67,16 +69,17 @@ def encode(
     codecs: str | Sequence[str] = "none",
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> Iterator[bytes]:
-    """Encode metadata and tensors as messages of at most `chunk_bytes`.
+    """Encode metadata and tensors as messages of about `chunk_bytes`.
 
     Everything is checked at once; tensors are read and converted while the result is iterated, so they must not change
-    until then. A frame that fits into `chunk_bytes` is a single message; otherwise the header comes first, alone.
+    until then. A message holds at most `chunk_bytes` of header or payload, but for the first one, which also carries a
+    header of up to a sixteenth of that: a message of its own would cost more than its bytes.
 
     Args:
         meta: msgpack-able values.
         tensors: Dense tensors of any layout, on any device.
         codecs: One codec name for all tensors, or one each.
-        chunk_bytes: Largest message.
+        chunk_bytes: Largest message, give or take that sixteenth.
 
     Raises:
         UnsupportedDtypeError: A dtype or codec is unknown or they do not go together.
@@ -93,9 +96,13 @@ def _messages(
     if len(header) + total <= chunk_bytes:
         yield _join(header, tensors, codecs)
         return
-    for start in range(0, len(header), chunk_bytes):
-        yield header[start : start + chunk_bytes]
-    parts: list[memoryview] = []
+    keep_freed_memory()
+    parts: list[bytes | memoryview] = []
+    if len(header) * HEADER_SHARE <= chunk_bytes:
+        parts.append(header)
+    else:
+        for start in range(0, len(header), chunk_bytes):
+            yield header[start : start + chunk_bytes]
     room = chunk_bytes
     for tensor, with_codec in zip(tensors, codecs, strict=True):
         for piece in _payload(tensor, with_codec, chunk_bytes):
@@ -314,6 +321,8 @@ class FrameReader:
             self._admit(sum(spec.memory_bytes for spec in specs))
         self._specs = specs
         self._meta = meta
+        if self.payload_bytes > DEFAULT_CHUNK_BYTES:
+            keep_freed_memory()
         self._next_tensor()
 
     def _next_tensor(self) -> None:

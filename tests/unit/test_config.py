@@ -112,3 +112,8 @@ def test_durations_and_sizes_have_units_and_every_field_is_documented(section: t
             assert after.startswith('"""'), f"{section.__name__}.{name} has no docstring"
         if not {"timeout", "interval", "ttl", "cap", "floor"}.isdisjoint(name.split("_")):
             assert name.endswith("_s"), name
+
+
+def test_own_messages_must_fit_into_what_is_accepted() -> None:
+    with pytest.raises(ConfigError, match="must fit into max_stream_chunk_bytes"):
+        PeerConfig.preset("wan", transport={"chunk_bytes": 4 * 1024 * 1024})

@@ -21,7 +21,7 @@ from swarm.errors import (
 )
 from swarm.tensors.codecs import tensor_bytes
 from swarm.tensors.schema import DTYPES
-from swarm.tensors.wire import FrameReader, Limits, encode, from_frame, to_frame
+from swarm.tensors.wire import HEADER_SHARE, FrameReader, Limits, encode, from_frame, to_frame
 
 META = {"v": 1, "parts": [{"uid": "ffn.0.1", "request_id": b"r" * 16}], "scale": 1.5, "none": None}
 
@@ -122,12 +122,20 @@ def test_small_frames_are_one_message_and_large_ones_start_with_the_header() -> 
     reader.feed(chunks[0])
     assert reader.has_header
     assert reader.payload_bytes == 20012
-    assert [len(c) for c in chunks[1:]] == [4096, 4096, 4096, 4096, 20012 - 4 * 4096]
+    assert [len(c) for c in chunks[1:]] == [4096, 4096, 4096, 20012 - 4 * 4096]
+    assert 4096 < len(chunks[0]) <= 4096 + 4096 // HEADER_SHARE
+
+
+def test_a_header_that_is_large_for_a_message_travels_alone() -> None:
+    chunks = list(encode({"text": "x" * 300}, [torch.ones(1024)], chunk_bytes=4096))
+    assert len(chunks) == 2
+    assert len(chunks[0]) > 4096 // HEADER_SHARE
+    assert len(chunks[1]) == 4096
 
 
 def test_no_message_is_empty_where_payload_and_messages_end_together() -> None:
     chunks = list(encode({}, [torch.ones(1024), torch.ones(1024), torch.empty(0)], chunk_bytes=4096))
-    assert [len(c) for c in chunks[1:]] == [4096, 4096]
+    assert [len(c) for c in chunks[1:]] == [4096]
 
 
 def test_a_header_beyond_the_message_size_is_cut_too() -> None:
@@ -149,7 +157,7 @@ def test_a_frame_without_tensors_is_complete_with_its_header() -> None:
 def test_encoding_is_lazy_and_reads_each_chunk_when_asked() -> None:
     tensor = torch.zeros(4096)
     chunks = encode({}, [tensor], chunk_bytes=4096)
-    collected = [next(chunks), next(chunks)]
+    collected = [next(chunks)]
     tensor.fill_(1)
     _, [received] = read(collected + list(chunks))
     assert received[:1024].sum() == 0
