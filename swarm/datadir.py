@@ -31,11 +31,9 @@ def check_free(folder: Path) -> None:
     except OSError as error:
         raise _unusable(folder, error) from error
     if owner is not None:
-        whose = (
-            f"another peer of this process ({owner})" if owner == os.getpid() else f"another swarm process ({owner})"
-        )
+        whose = "another peer of this process" if owner == os.getpid() else "another swarm process"
         raise ConfigError(
-            f"The data directory {folder} is used by {whose}.",
+            f"The data directory {folder} is used by {whose} ({owner}).",
             fix="Close that peer, or give this one another data directory (data_dir, --data-dir).",
         )
 

@@ -82,9 +82,7 @@ class LocalSwarm:
         if trainers and not train:
             raise UsageError("Trainer processes need something to do.", fix='Pass train="module:function".')
         if "data_dir" in (config or {}):
-            raise UsageError(
-                "A local swarm gives every process a data directory of its own.", fix="Leave data_dir out."
-            )
+            raise UsageError("Every process of a local swarm has its own data directory.", fix="Leave data_dir out.")
         self.name = name
         self.experts = tuple(experts)
         self.seed = seed

@@ -93,15 +93,10 @@ def test_two_peers_cannot_have_one_data_directory(run: swarm.Run, tmp_path: Path
 
 
 def test_a_peer_that_cannot_start_leaves_its_data_directory_free(run: swarm.Run, tmp_path: Path) -> None:
+    _, port = split_address(run.bootstrap.contact.addresses[0])
+    config = swarm.PeerConfig.preset("local", data_dir=tmp_path, transport={"port": port})
     with pytest.raises(PortInUseError):
-        swarm.create_run(
-            "another",
-            config=swarm.PeerConfig.preset(
-                "local",
-                data_dir=tmp_path,
-                transport={"port": int(run.bootstrap.contact.addresses[0].rpartition(":")[2])},
-            ),
-        )
+        swarm.create_run("another", config=config)
     with swarm.join(run.invite("monitor"), data_dir=tmp_path):
         pass
 
