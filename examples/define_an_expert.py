@@ -3,7 +3,7 @@
     python examples/define_an_expert.py
 
 The two lines that differ between machines: `swarm.LocalSwarm` starts hosts on this machine; across the internet, hosts
-run `swarm join INVITE --import define_an_expert` and the trainer calls `swarm.join(INVITE, role="trainer")`.
+run `swarm join INVITE --import define_an_expert.py` and the trainer calls `swarm.join(INVITE, role="trainer")`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ class SwarmError(Exception):
 
     def __str__(self) -> str:
         where = f" (from peer {self.remote[:8]})" if self.remote else ""
-        return f"[E{self.code}] {self.message}{where}" + (f" Fix: {self.fix}" if self.fix else "")
+        text = f"[E{self.code}] {self.message}{where}"
+        if not self.fix:
+            return text
+        return f"{text}{'' if text.endswith(('.', '!', '?')) else '.'} Fix: {self.fix}"
 
     def to_wire(self) -> dict[str, Any]:
         """Code, message and fix as plain values; never a traceback."""

@@ -35,10 +35,14 @@ def command(
     data_dir: DataDir = None,
     role: Annotated[
         list[Role] | None,
-        typer.Option(help="Another role of this machine, besides `bootstrap`: only `host` is possible."),
+        typer.Option(help="`host`: this machine hosts experts, too.", metavar="ROLE"),
     ] = None,
     expires: Annotated[
-        str, typer.Option(help="How long the printed invites count, e.g. `12h` or `30d`; or `never`.")
+        str,
+        typer.Option(
+            help="How long the printed invites count, e.g. `12h` or `30d` (and 15 minutes more, as clocks differ); "
+            "or `never`."
+        ),
     ] = "7d",
     profile: Profile = None,
     log_file: LogFile = None,
@@ -131,7 +135,7 @@ def _tell(reporter: Reporter, run: Run, folder: Path, expires: str, invites: dic
     peer, manifest = run.bootstrap, run.manifest
     roles, addresses = ", ".join(sorted(peer.roles)), ", ".join(peer.contact.addresses)
     lines = [
-        f"Run {manifest.name} is up ({roles}), listening on {addresses}.",
+        f"Run {manifest.name} is up ({roles}), reachable at {addresses}.",
         f"Experts: {', '.join(f'{g.size} x {g.module_name} in {g.name}' for g in manifest.experts) or 'none'}.",
         f"The run's key and this peer's identity are in {folder}.",
         "",

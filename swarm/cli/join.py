@@ -36,7 +36,10 @@ def command(
     invite: Annotated[
         str, typer.Argument(metavar="INVITE", help="The string from the run's owner; `-` reads it from standard input.")
     ],
-    role: Annotated[Role | None, typer.Option(help="What to do in the run; none takes what the invite admits.")] = None,
+    role: Annotated[
+        Role | None,
+        typer.Option(help="One of the roles that the invite admits; none takes `host`, or the first.", metavar="ROLE"),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where experts compute: `cpu`, `cuda`, `cuda:1`, or `auto`.")
     ] = None,

@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "swarm.cli.demo",
 }
 """Command name -> module with a `command` function that typer can turn into a command."""
+_HELP_TOO = {"help_option_names": ["--help", "-h"]}
 
 
 class _LazyCommands(TyperGroup):
@@ -26,7 +27,7 @@ class _LazyCommands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-        single.command(cmd_name)(importlib.import_module(COMMANDS[cmd_name]).command)
+        single.command(cmd_name, context_settings=_HELP_TOO)(importlib.import_module(COMMANDS[cmd_name]).command)
         return typer.main.get_command(single)
 
 
@@ -34,6 +35,7 @@ app = typer.Typer(
     cls=_LazyCommands,
     name="swarm",
     no_args_is_help=True,
+    context_settings=_HELP_TOO,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

@@ -26,7 +26,9 @@ LogFile = Annotated[Path | None, typer.Option(help="Append every event to this f
 Imports = Annotated[
     list[str] | None,
     typer.Option(
-        "--import", help="Python module of yours that registers expert classes. Repeatable.", metavar="MODULE"
+        "--import",
+        help="Module or `.py` file of yours that registers expert classes. Repeatable.",
+        metavar="MODULE|FILE",
     ),
 ]
 Preset = Annotated[

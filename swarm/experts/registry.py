@@ -75,9 +75,8 @@ def import_modules(names: Sequence[str]) -> None:
             else:
                 importlib.import_module(name)
         except (ImportError, OSError, SyntaxError) as error:
-            raise ConfigError(
-                f"The module {name!r} cannot be imported: {error}", fix="Install it, or name a file that exists."
-            ) from error
+            fix = "Check the file." if name.endswith(".py") else f"Install it, or name its file, as in {name}.py."
+            raise ConfigError(f"The module {name!r} cannot be imported: {error}", fix=fix) from error
 
 
 def _import_file(path: Path) -> None:
@@ -100,7 +99,7 @@ def resolve(name: str) -> RegisteredExpert:
     if name not in registered:
         raise UnknownExpertClassError(
             f"No expert class {name!r} is installed; there are {', '.join(sorted(registered))}.",
-            fix="Install the package that defines it, or import its module (--import MODULE).",
+            fix="Install the package that defines it, or import its module (--import, or `imports` in run.toml).",
         )
     return registered[name]
 

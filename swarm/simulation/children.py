@@ -144,7 +144,7 @@ class ChildProcess:
             if self.stage == "failed" or not alive:
                 during = self.details.get("during", self.stage)
                 cause = self.details.get("error", f"it ended with exit code {self.exit_code}")
-                raise self._failure(f"failed while {during}: {cause}")
+                raise self._failure(f"failed while {during}: {cause.rstrip('.')}")
             if time.monotonic() >= deadline:
                 raise self._failure(f"was not ready after {timeout_s:g} s; it was still {self.stage}")
             time.sleep(POLL_S)

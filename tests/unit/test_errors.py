@@ -70,6 +70,7 @@ def test_every_class_says_what_it_means(cls: type[SwarmError]) -> None:
 def test_the_written_form_has_code_cause_and_fix() -> None:
     error = errors.ConfigError("The port is negative.", fix="Use 0 to 65535.")
     assert str(error) == "[E1001] The port is negative. Fix: Use 0 to 65535."
+    assert str(errors.ConfigError("It says: no", fix="Ask.")) == "[E1001] It says: no. Fix: Ask."
     assert str(errors.ConfigError("Bad.")) == "[E1001] Bad."
 
 

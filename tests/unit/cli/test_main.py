@@ -35,6 +35,11 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     assert "--json" in text
 
 
+@pytest.mark.parametrize("args", [["-h"], *([name, "-h"] for name in COMMANDS)])
+def test_help_has_a_short_form(args: list[str]) -> None:
+    assert CliRunner().invoke(app, args).exit_code == 0
+
+
 def test_version() -> None:
     code, text = invoke("--version")
     assert code == 0
