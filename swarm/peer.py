@@ -17,7 +17,7 @@ from swarm.config import PeerConfig
 from swarm.datadir import DataDirLock
 from swarm.dht.bootstrap import bootstrap_addresses
 from swarm.dht.node import Dht
-from swarm.endpoint import Endpoint
+from swarm.endpoint import Endpoint, T
 from swarm.errors import ClosedError, UsageError
 from swarm.events import Event, EventStream
 from swarm.experts.client import ExpertClient
@@ -233,8 +233,7 @@ class Peer(Endpoint):
             self.runtime.emit(ShutdownIncomplete(step=step, reason=repr(error)))
 
     def __enter__(self) -> Self:
-        if self._closed:
-            raise ClosedError("This peer has left the run.", fix="Join again for a new peer.")
+        self._check_open()
         return self
 
     def __exit__(
@@ -268,6 +267,25 @@ class Peer(Endpoint):
 
     # For users' threads
 
+    def run_sync(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the loop thread and wait for it.
+
+        Raises:
+            ClosedError: This peer has left the run.
+            LoopThreadError: Called on the loop thread itself.
+            TimeoutError: Not done within `timeout_s`; the coroutine is cancelled.
+        """
+        try:
+            self._check_open()
+        except ClosedError:
+            coroutine.close()
+            raise
+        return super().run_sync(coroutine, timeout_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("This peer has left the run.", fix="Join again for a new peer.")
+
     def wait_for_experts(self, grid: str, min_fraction: float = 1.0, timeout_s: float = 300.0) -> None:
         """Block until enough experts of a grid are online.
 
@@ -279,7 +297,9 @@ class Peer(Endpoint):
         Raises:
             UsageError: The run has no such grid.
             ExpertsNotReadyError: Not enough of them came in time; the message names missing ones.
+            ClosedError: This peer has left the run, or did so meanwhile.
         """
+        self._check_open()
         if grid not in self.grids:
             raise UsageError(
                 f"The run has no expert grid {grid!r}.",
@@ -292,7 +312,11 @@ class Peer(Endpoint):
         """Publish numbers about this peer's training, such as `loss`, `step`, `tokens_per_s`.
 
         They travel with the next heartbeat. Tensors of one element are read out; non-finite values are left out.
+
+        Raises:
+            ClosedError: This peer has left the run.
         """
+        self._check_open()
         for name, value in metrics.items():
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             if math.isfinite(number):

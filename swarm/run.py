@@ -102,7 +102,11 @@ class Run:
         Args:
             role: What the peer does.
             config: Its settings; none takes the run's, with a port and an identity of its own.
+
+        Raises:
+            ClosedError: The run was closed.
         """
+        self._check_open()
         if config is None:
             transport = self._config.transport.model_copy(update={"port": 0, "announce": ()})
             config = self._config.model_copy(update={"transport": transport, "data_dir": None, "name": ""})
@@ -116,9 +120,12 @@ class Run:
             self._peers.pop().close()
         self.bootstrap.close()
 
-    def __enter__(self) -> Self:
+    def _check_open(self) -> None:
         if self.bootstrap.closed:
             raise ClosedError("This run was closed.", fix="Create it again; with a data directory it is the same run.")
+
+    def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(

@@ -120,8 +120,8 @@ class Averager:
 
     async def open(self) -> None:
         """Announce this peer under the key. The first round does it too."""
-        if self._closed:
-            raise ClosedError("The averager is closed.")
+        if self._closed or self._service.closed:
+            raise ClosedError("The averager is closed, or its peer.")
         if self._seat is None:
             self._seat = await self._service.open(self.key, self.strategy)
 
@@ -141,6 +141,7 @@ class Averager:
 
         Raises:
             UsageError: A weight that cannot be, or a round that is still running.
+            ClosedError: The averager or its peer is closed.
         """
         self._start(weight)
         self.vector.load(self._tensors)
@@ -173,8 +174,8 @@ class Averager:
             self._busy.release()
 
     def _start(self, weight: float) -> None:
-        if self._closed:
-            raise ClosedError("The averager is closed.")
+        if self._closed or self._service.closed:
+            raise ClosedError("The averager is closed, or its peer.")
         if not math.isfinite(weight) or weight < 0:
             raise UsageError(f"A weight of {weight} cannot be.", fix="Use a finite number that is not negative.")
         if [TensorMeta.of(t) for t in self._tensors] != list(self.vector.metas):
@@ -259,6 +260,8 @@ class Averager:
 
     def close(self) -> None:
         """`aclose` for code outside the event loop."""
+        if self._service.closed:
+            self._closed = True  # the announcement went with the peer
         if not self._closed:
             self._endpoint.run_sync(self.aclose())
 

@@ -364,6 +364,10 @@ class AveragingService:
         transport.serve(RELEASE, self._release)
         transport.serve_stream(EXCHANGE, self._exchange)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     async def open(self, key: str, strategy: Strategy) -> Seat:
         """Take part under a key, and announce it.
 

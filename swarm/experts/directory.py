@@ -18,6 +18,7 @@ from swarm.config import ClientConfig
 from swarm.dht.records import Entry
 from swarm.endpoint import Endpoint
 from swarm.errors import (
+    ClosedError,
     DhtError,
     ExpertsNotReadyError,
     MalformedFrameError,
@@ -116,6 +117,7 @@ class ExpertDirectory:
         self._live: dict[str, Tensor] = {}
         self._task: asyncio.Task[None] | None = None
         self._refreshing = asyncio.Lock()
+        self._closed = False
 
     async def start(self) -> None:
         """Read every grid once, then keep refreshing in the background."""
@@ -124,6 +126,7 @@ class ExpertDirectory:
 
     async def close(self) -> None:
         """Stop refreshing. Idempotent."""
+        self._closed = True
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -323,6 +326,7 @@ class ExpertDirectory:
         Raises:
             UnknownExpertError: The run has no such grid or expert.
             ExpertsNotReadyError: Too few were ready in time; names those that are missing.
+            ClosedError: The peer left, so that nothing is known any more.
         """
         wanted = list(self.grid(grid).uids() if uids is None else uids)
         for uid in wanted:
@@ -330,6 +334,8 @@ class ExpertDirectory:
         clock = self._endpoint.runtime.clock
         end_s = clock.time() + timeout_s
         while True:
+            if self._closed:
+                raise ClosedError("This peer has left the run.", fix="Join again for a new peer.")
             live = dict.fromkeys(self.live_uids(grid))
             missing = [uid for uid in wanted if uid not in live]
             if len(wanted) - len(missing) >= min_fraction * len(wanted) - 1e-9:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from swarm.averaging.averager import Averager, RoundHandle
 from swarm.averaging.rounds import Round
 from swarm.averaging.service import AveragingService
-from swarm.errors import SwarmError, UsageError
+from swarm.errors import ClosedError, SwarmError, UsageError
 from swarm.events import Event
 from swarm.state.transfer import SnapshotStore
 from swarm.training.averaging import ParameterAveraging
@@ -199,7 +200,6 @@ class Attachment:
             self._endpoint.runtime.emit(StateNotAnnounced(self.key, error.message))
 
     async def _withdraw(self) -> None:
-        self._store.withdraw(state_key(self.key))
         try:
             await self._endpoint.dht.delete(state_key(self.key))
         except SwarmError as error:
@@ -238,7 +238,9 @@ class Attachment:
                 handle.cancel()
                 self._endpoint.runtime.emit(RoundBroke(self.key, "it was not done when training ended"))
         self._averager.close()
-        self._endpoint.run_sync(self._withdraw())
+        self._store.withdraw(state_key(self.key))
+        with suppress(ClosedError):  # the announcement went with the peer
+            self._endpoint.run_sync(self._withdraw())
 
     def __enter__(self) -> Attachment:
         return self

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import swarm
-from swarm.errors import ConfigError, LoopThreadError, PortInUseError
+from swarm.averaging.allreduce import AllReduce
+from swarm.averaging.averager import Averager
+from swarm.errors import ClosedError, ConfigError, LoopThreadError, PortInUseError
 from swarm.net.addresses import split_address
 from swarm.net.loop import loop_thread
 from tests.support import eventually
@@ -105,3 +110,46 @@ def test_peers_of_a_run_with_a_data_directory_have_none_of_their_own(tmp_path: P
     with swarm.create_run("kept", data_dir=tmp_path) as run:
         assert run.peer("monitor").peer_id != run.peer("monitor").peer_id != run.bootstrap.peer_id
     assert not (tmp_path / "in-use").exists()
+
+
+GRID = swarm.ExpertGrid("ffn.[0:1]", "ffn", config={"hid": 4}, replicas=1)
+
+
+def test_what_a_closed_peer_is_asked_for_is_an_error_and_what_used_it_can_still_be_closed() -> None:
+    with swarm.create_run("closing", [GRID]) as run:
+        run.peer("host")
+        peer = run.peer("trainer")
+        peer.wait_for_experts("ffn", timeout_s=30)
+        model = nn.Linear(2, 2)
+        attachment = swarm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), peer)
+        averager = Averager(peer, [torch.zeros(3)], "other", AllReduce())
+        experts, averaging = peer.experts, peer.averaging
+        peer.close()
+        uses: list[Callable[[], object]] = [
+            lambda: peer.wait_for_experts("ffn"),
+            lambda: peer.log(loss=1.0),
+            lambda: peer.run_sync(peer.dht.get("key")),
+            lambda: loop_thread().run(experts.directory.wait_for("ffn")),
+            lambda: averager.step(),
+            lambda: averager.step(wait=False),
+            lambda: Averager(peer, [torch.zeros(3)], "third", AllReduce()),
+            lambda: swarm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), peer, key="fourth"),
+            lambda: swarm.MixtureOfExperts(peer, "ffn", 4, k=1)(torch.zeros(1, 4)),
+        ]
+        for use in uses:
+            with pytest.raises(ClosedError):
+                use()
+        assert averaging.closed
+        attachment.close()
+        averager.close()
+    with pytest.raises(ClosedError):
+        run.peer("monitor")
+
+
+def test_waiting_for_experts_ends_when_the_peer_is_closed_meanwhile() -> None:
+    with swarm.create_run("closing", [GRID]) as run, ThreadPoolExecutor(1) as pool:
+        peer = run.peer("trainer")
+        waiting = pool.submit(peer.wait_for_experts, "ffn", 1.0, 300.0)
+        peer.close()
+        with pytest.raises(ClosedError):
+            waiting.result(20.0)
