@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal, Protocol, overload
+from typing import Literal, Protocol, SupportsFloat, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from swarm.averaging.gossip import Strategy
 from swarm.averaging.rounds import Group, Round, RoundDegraded, RoundFinished, RoundReport, describe
 from swarm.averaging.service import AveragingService, Seat
 from swarm.errors import ClosedError, SchemaMismatchError, UsageError
+from swarm.tensors.aliasing import shares_memory
 from swarm.tensors.codecs import codec as find_codec
 from swarm.tensors.schema import TensorMeta, schema_hash
 
@@ -86,13 +87,24 @@ class Averager:
         strategy: `AllReduce(...)` or `Gossip(...)`; part of what members must agree on.
 
     Raises:
-        UsageError: No tensors, or this peer averages under this key already.
+        UsageError: No tensors, tensors that cannot be written in place or whose elements share memory, or this peer
+            averages under this key already.
         UnsupportedDtypeError: A tensor is not of a floating dtype that can travel with the strategy's codec.
     """
 
     def __init__(self, peer: AveragingPeer, tensors: Sequence[Tensor], key: str, strategy: Strategy) -> None:
         if not tensors:
             raise UsageError("There are no tensors to average.", fix="Pass at least one tensor.")
+        if any(t.layout is not torch.strided or t.is_meta or t.is_inference() for t in tensors):
+            raise UsageError(
+                "A tensor cannot be written in place: it is sparse, on the meta device, or from inference mode.",
+                fix="Average dense tensors that hold data.",
+            )
+        if shares_memory(tensors):
+            raise UsageError(
+                "Elements of the tensors share memory, so that each cannot have an average of its own.",
+                fix="Pass each tensor once, and clone() what expand() or overlapping views made.",
+            )
         self.key = key
         self.strategy = strategy
         self._service = peer.averaging
@@ -143,7 +155,7 @@ class Averager:
             UsageError: A weight that cannot be, or a round that is still running.
             ClosedError: The averager or its peer is closed.
         """
-        self._start(weight)
+        weight = self._start(weight)
         self.vector.load(self._tensors)
         if wait:
             try:
@@ -163,7 +175,7 @@ class Averager:
 
     async def step_async(self, weight: float = 1.0, timeout_s: float | None = None) -> Round:
         """Like `step`, for code on the event loop."""
-        self._start(weight)
+        weight = self._start(weight)
         try:
             self.vector.load(self._tensors)
             outcome = await self.average(self.vector, weight, timeout_s)
@@ -173,15 +185,16 @@ class Averager:
         finally:
             self._busy.release()
 
-    def _start(self, weight: float) -> None:
+    def _start(self, weight: float) -> float:
+        """Begin a round; the checked weight."""
         if self._closed or self._service.closed:
             raise ClosedError("The averager is closed, or its peer.")
-        if not math.isfinite(weight) or weight < 0:
-            raise UsageError(f"A weight of {weight} cannot be.", fix="Use a finite number that is not negative.")
+        weight = checked_weight(weight)
         if [TensorMeta.of(t) for t in self._tensors] != list(self.vector.metas):
             raise SchemaMismatchError("A tensor has another shape or dtype than when the averager was made.")
         if not self._busy.acquire(blocking=False):
             raise UsageError("A round of this averager is running.", fix="Wait for it, and apply its handle.")
+        return weight
 
     def _finish(self, outcome: Round | None) -> None:
         assert self._before is not None
@@ -196,6 +209,7 @@ class Averager:
 
     async def average(self, vector: FlatVector, weight: float, timeout_s: float | None = None) -> Round:
         """Run one round on a flat vector of the averager's layout, in place. The building block of `step`."""
+        weight = checked_weight(weight)
         await self.open()
         seat = self._seat
         assert seat is not None
@@ -264,6 +278,19 @@ class Averager:
             self._closed = True  # the announcement went with the peer
         if not self._closed:
             self._endpoint.run_sync(self.aclose())
+
+
+def checked_weight(weight: SupportsFloat) -> float:
+    """The weight as a float. Raises `UsageError` unless it is a finite number that is not negative."""
+    fix = "Use a finite number that is not negative."
+    try:
+        # float() would also read strings
+        number = float(weight) if isinstance(weight, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
+        raise UsageError(f"A weight of type {type(weight).__name__} is no number: {error}.", fix=fix) from error
+    if not math.isfinite(number) or number < 0:
+        raise UsageError(f"A weight of {number:g} (a {type(weight).__name__}) cannot be.", fix=fix)
+    return number
 
 
 def _on_a_loop() -> bool:
