@@ -312,6 +312,30 @@ def test_bootstrap_goes_on_with_whoever_answers_and_names_every_failure(world: W
     world.run(main)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_bootstrap_does_not_wait_for_silent_addresses_once_others_have_answered(
+    memory_world: MemoryWorld, known: bool
+) -> None:
+    async def main() -> None:
+        first, second, silent = [await memory_world.transport() for _ in range(3)]
+        joiner = await memory_world.transport()
+        memory_world.network.freeze(silent.peer_id)
+        good, other = first.contact.addresses[0], second.contact.addresses[0]
+        dead = silent.contact.addresses[0]
+        begun = asyncio.get_running_loop().time()
+        peers = (first.peer_id, second.peer_id) if known else (None, None)
+        contacts = await bootstrap_addresses(joiner, [(dead, peers[0]), (other, peers[1]), (good, peers[0])])
+        took_s = asyncio.get_running_loop().time() - begun
+        assert {c.peer_id for c in contacts} == {first.peer_id, second.peer_id}
+        assert took_s < 0.2 if known else took_s < 1.5
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(BootstrapError):
+            await bootstrap_addresses(joiner, [(dead, None)])
+        assert asyncio.get_running_loop().time() - begun > 1.5
+
+    memory_world.run(main)
+
+
 def test_bootstrap_with_contacts_that_are_gone_is_an_error_with_reasons(world: World) -> None:
     async def main() -> None:
         gone = await world.transport()
