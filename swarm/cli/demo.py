@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from swarm.cli.report import reports_errors
+from swarm.cli.stopping import interrupted_by_termination
 
 
 @reports_errors
@@ -55,7 +56,7 @@ def command(
         device=device,
         faults=not no_faults,
     )
-    with DemoView(sys.stderr if as_json else sys.stdout) as view:
+    with interrupted_by_termination(), DemoView(sys.stderr if as_json else sys.stdout) as view:
         result = run_demo(options, view)
     if as_json:
         print(json.dumps(result), flush=True)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -48,12 +48,34 @@ def stopping() -> Iterator[Stopping]:
     def handle(signum: int, frame: FrameType | None) -> None:
         state.ask()
 
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGBREAK", "SIGHUP") if hasattr(signal, name)]
-    if "SIGHUP" in names and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        names.remove("SIGHUP")
-    previous = {name: signal.signal(getattr(signal, name), handle) for name in names}
-    try:
+    with _handling(handle, ("SIGINT", "SIGTERM", "SIGBREAK", "SIGHUP")):
         yield state
+
+
+@contextmanager
+def interrupted_by_termination() -> Iterator[None]:
+    """Let SIGTERM and its kin interrupt the block as Ctrl-C does, for commands that end by themselves.
+
+    Raises:
+        KeyboardInterrupt: In the block, at such a signal. Call it on the main thread.
+    """
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handling(handle, ("SIGTERM", "SIGBREAK", "SIGHUP")):
+        yield
+
+
+@contextmanager
+def _handling(handle: Callable[[int, FrameType | None], None], names: Sequence[str]) -> Iterator[None]:
+    """Handle these signals, where they exist, while the block runs; a hang-up that is ignored stays so (nohup)."""
+    present = [name for name in names if hasattr(signal, name)]
+    if "SIGHUP" in present and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        present.remove("SIGHUP")
+    previous = {name: signal.signal(getattr(signal, name), handle) for name in present}
+    try:
+        yield
     finally:
         for name, handler in previous.items():
             signal.signal(getattr(signal, name), handler)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,23 @@ def test_demo_survives_its_faults(tmp_path: Path) -> None:
     assert [window["fault"] for window in result["windows"]] == ["freeze host-0", "kill host-2", "kill trainer-2"]
     assert all(window["after"] < window["before"] for window in result["windows"])
     assert result["peers_alive"] == 6
+
+
+def test_a_demo_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "TEMP": str(tmp_path), "TMP": str(tmp_path)}
+    command = [sys.executable, "-m", "swarm.cli.main", "demo", "--json", "--steps", "9000", "--hosts", "1"]
+    process = subprocess.Popen(
+        [*command, "--trainers", "1", "--no-faults"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if b"All processes are up" in line:
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, -signal.SIGTERM)
+    assert out == b""
+    assert list(tmp_path.glob("swarm-local-*")) == []
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from swarm.cli.stopping import ABORTED_EXIT_CODE, run_to_end, stopping
+from swarm.cli.stopping import ABORTED_EXIT_CODE, interrupted_by_termination, run_to_end, stopping
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -64,3 +64,25 @@ def test_closing_runs_elsewhere_and_its_failure_comes_back() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_to_end(fail)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_termination_interrupts_like_ctrl_c(name: str) -> None:
+    if not hasattr(signal, name):  # Windows has no SIGHUP
+        assert sys.platform == "win32"
+        return
+    before = signal.getsignal(getattr(signal, name))
+    steps: list[str] = []
+
+    def work() -> None:
+        with interrupted_by_termination():
+            try:
+                signal.raise_signal(getattr(signal, name))
+                steps.append("never")
+            finally:
+                steps.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == ["cleaned up"]
+    assert signal.getsignal(getattr(signal, name)) is before
