@@ -11,7 +11,7 @@ from typing import Self
 
 from swarm.config import PeerConfig
 from swarm.datadir import DataDirLock
-from swarm.errors import ClosedError, UsageError
+from swarm.errors import ClosedError, ConfigError, ProtocolVersionError, SwarmError, UsageError, WrongRunError
 from swarm.events import EventStream
 from swarm.experts.registry import profile
 from swarm.experts.spec import ExpertGrid
@@ -190,8 +190,7 @@ def _manifest_of(name: str, experts: Sequence[ExpertGrid], run_key: KeyPair, dir
     manifest = Manifest(name=name, run_public_key=run_key.public_key, experts=tuple(experts))
     path = None if directory is None else directory / MANIFEST_FILE
     if path is not None and path.exists():
-        stored = path.read_bytes()
-        known = Manifest.verify(stored, manifest.run_id)
+        stored, known = _stored_manifest(path, manifest.run_id)
         manifest = Manifest(name, run_key.public_key, tuple(experts), known.manifest_version)
         if manifest.to_json() == known.to_json():
             return stored
@@ -203,6 +202,27 @@ def _manifest_of(name: str, experts: Sequence[ExpertGrid], run_key: KeyPair, dir
         part.write_bytes(signed)
         part.replace(path)
     return signed
+
+
+def _stored_manifest(path: Path, run_id: bytes) -> tuple[bytes, Manifest]:
+    """The manifest that an earlier start left, signed and read. Raises `ConfigError` naming the file."""
+    try:
+        stored = path.read_bytes()
+        return stored, Manifest.verify(stored, run_id)
+    except ProtocolVersionError:
+        raise  # the file is fine, and the error says what to do
+    except WrongRunError as error:
+        raise ConfigError(
+            f"{path} is the manifest of another run than the key beside it.",
+            fix=f"Restore the {RUN_KEY_FILE} of that run, or use another data directory (data_dir, --data-dir).",
+        ) from error
+    except (OSError, SwarmError) as error:
+        reason = error.message if isinstance(error, SwarmError) else error
+        raise ConfigError(
+            f"{path} cannot be used: {reason}",
+            fix="Restore it from a backup, or move it away: a new one is signed with the run's key, and peers that "
+            "know a later manifest_version keep that.",
+        ) from error
 
 
 def join(

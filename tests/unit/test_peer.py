@@ -153,3 +153,28 @@ def test_waiting_for_experts_ends_when_the_peer_is_closed_meanwhile() -> None:
         peer.close()
         with pytest.raises(ClosedError):
             waiting.result(20.0)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "altered", "garbage", "folder", "another run"])
+def test_a_damaged_manifest_is_named_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    swarm.create_run("kept", data_dir=tmp_path).close()
+    file = tmp_path / "manifest.json"
+    whole = file.read_bytes()
+    if damage == "folder":
+        file.unlink()
+        file.mkdir()
+    elif damage == "another run":
+        swarm.create_run("other", data_dir=tmp_path / "other").close()
+        file.write_bytes((tmp_path / "other" / "manifest.json").read_bytes())
+    else:
+        changes = {"empty": b"", "cut": whole[:-9], "altered": whole.replace(b"kept", b"kepT"), "garbage": b"\xff{\n"}
+        file.write_bytes(changes[damage])
+    with pytest.raises(ConfigError, match=r"manifest\.json") as caught:
+        swarm.create_run("kept", data_dir=tmp_path)
+    assert caught.value.fix
+    if damage == "folder":
+        file.rmdir()
+    else:
+        file.unlink()
+    with swarm.create_run("kept", data_dir=tmp_path) as run:
+        assert run.manifest.name == "kept"
