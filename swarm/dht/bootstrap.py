@@ -71,7 +71,7 @@ async def bootstrap_addresses(transport: Transport, addresses: Sequence[tuple[st
         listed = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
         raise BootstrapError(
             f"None of {len(addresses)} bootstrap addresses led into the run ({listed}).",
-            fix="Check that the first peer runs and can be reached from here, or get a ticket with current addresses.",
+            fix="Check that the first peer runs and can be reached from here, or get an invite with current addresses.",
             reasons=reasons,
         )
     return list(contacts.values())
