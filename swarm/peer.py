@@ -30,7 +30,7 @@ from swarm.net.transport import Contact
 from swarm.roles import Role
 from swarm.runs.credentials import Credential
 from swarm.runs.manifest import Manifest
-from swarm.runs.membership import CredentialAuthorizer, PeerAnnouncer, PeerState
+from swarm.runs.membership import CredentialAuthorizer, MembershipEnded, PeerAnnouncer, PeerState
 from swarm.runs.service import ManifestService, fetch_from_any
 from swarm.runtime import Runtime
 from swarm.state.transfer import SnapshotStore
@@ -38,6 +38,7 @@ from swarm.state.transfer import SnapshotStore
 CLOSE_TIMEOUT_S = 15.0
 """Longest that a clean leave may take before what is left of it is abandoned."""
 START_TIMEOUT_S = 120.0
+_MEMBERSHIP_POLL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Peer(Endpoint):
             loop=loop_thread(),
         )
         self._run_public_key = run_public_key
+        self._authorizer = authorizer
         self._metrics: dict[str, float] = {}
         self._announcer = PeerAnnouncer(self, lambda: dict(self._metrics))
         self._manifest_service: ManifestService | None = None
@@ -158,6 +160,7 @@ class Peer(Endpoint):
         self._manifest_service = ManifestService(self.transport, signed_manifest, self._run_public_key)
         self.grids: dict[str, ExpertGrid] = self.manifest.grids
         self.experts = ExpertClient(self, self.grids)
+        self.runtime.spawn(self._watch_membership(), "membership")
         await self._announcer.start()
         await self.experts.start()
         if Role.HOST in self.roles:
@@ -165,6 +168,18 @@ class Peer(Endpoint):
             self.host = ExpertHost(self, self.grids, self.state)
             await self.host.start()
         await self._announcer.set_state(PeerState.ONLINE)
+
+    async def _watch_membership(self) -> None:
+        """Say so when our credential expires. The wall clock may jump, so it is read again and again."""
+        ends = self._authorizer.membership_ends_wall_s
+        if ends is None:
+            return
+        while True:
+            left_s = ends - self.runtime.clock.wall()
+            if left_s <= 0:
+                break
+            await asyncio.sleep(min(left_s, _MEMBERSHIP_POLL_S))
+        self.runtime.emit(MembershipEnded(reason="the invite that it was made with has expired"))
 
     def close(self, drain: bool = True) -> None:
         """Leave the run. Bounded by `CLOSE_TIMEOUT_S`, idempotent, safe to call from any thread but the loop's.
@@ -259,6 +274,11 @@ class Peer(Endpoint):
     def closed(self) -> bool:
         """Whether this peer has left the run."""
         return self._closed
+
+    @property
+    def membership_ended(self) -> bool:
+        """Whether our credential has expired, so that other peers refuse us: join again with a new invite."""
+        return self.events.count(MembershipEnded) > 0
 
     @property
     def condition(self) -> PeerState:

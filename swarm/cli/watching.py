@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from swarm.cli.report import Reporter, short_count
 from swarm.cli.stopping import run_to_end, stopping
 from swarm.clock import SystemClock
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, ExpiredInviteError
 from swarm.events import EventStream, Stamped
 from swarm.net.addresses import LoopbackOnly
 from swarm.runs.membership import PeerState, PeerStateChanged
@@ -58,10 +58,13 @@ def run_until_stopped(reporter: Reporter, peer: Peer, close: Callable[[], None])
     Args:
         peer: What is shown.
         close: Leaves the run; blocking and bounded.
+
+    Raises:
+        ExpiredInviteError: The peer's membership ended while it ran; it has left.
     """
     name = peer.manifest.name
     with stopping() as stop:
-        while not stop.asked:
+        while not stop.asked and not peer.membership_ended:
             _show(reporter, peer)
             stop.wait(TICK_S)
         reporter.close()
@@ -70,6 +73,10 @@ def run_until_stopped(reporter: Reporter, peer: Peer, close: Callable[[], None])
         run_to_end(close)
         seconds = time.monotonic() - started
         reporter.say(f"Left {name} after {seconds:.1f} s.", "left", run=name, seconds=round(seconds, 3))
+        if peer.membership_ended:
+            raise ExpiredInviteError(
+                f"Your membership in {name} has ended: the invite expired.", fix="Ask the run's owner for a new invite."
+            )
 
 
 def _show(reporter: Reporter, peer: Peer) -> None:

@@ -67,6 +67,12 @@ class CredentialAuthorizer:
         """The roles that our own credential grants."""
         return frozenset(self._own.roles)
 
+    @property
+    def membership_ends_wall_s(self) -> float | None:
+        """Unix seconds from which others refuse us, tolerance included; none for never."""
+        expires = self._own.expires_wall_s
+        return None if expires is None else expires + CLOCK_TOLERANCE_S
+
     def credential(self) -> bytes:
         """What we show in hello."""
         return self._own.encoded
@@ -104,6 +110,13 @@ class CredentialAuthorizer:
 @dataclass(frozen=True, slots=True)
 class AnnounceFailed(Event):
     """This peer's record could not be stored; others may not see it until the next heartbeat."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipEnded(Event):
+    """Our credential has expired: other peers refuse us from now on."""
 
     reason: str
 

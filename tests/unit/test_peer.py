@@ -16,9 +16,13 @@ from torch import nn
 import swarm
 from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.averager import Averager
-from swarm.errors import ClosedError, ConfigError, LoopThreadError, PortInUseError
+from swarm.cli.report import Reporter
+from swarm.cli.watching import run_until_stopped
+from swarm.errors import ClosedError, ConfigError, ExpiredInviteError, LoopThreadError, PortInUseError
 from swarm.net.addresses import split_address
 from swarm.net.loop import loop_thread
+from swarm.runs.credentials import CLOCK_TOLERANCE_S
+from swarm.runs.membership import MembershipEnded
 from tests.support import eventually
 
 
@@ -178,3 +182,25 @@ def test_a_damaged_manifest_is_named_with_what_to_do(tmp_path: Path, damage: str
         file.unlink()
     with swarm.create_run("kept", data_dir=tmp_path) as run:
         assert run.manifest.name == "kept"
+
+
+def test_a_membership_that_ends_is_told_and_ends_the_command(run: swarm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.peer._MEMBERSHIP_POLL_S", 0.01)
+    peer = swarm.join(run.invite("monitor", expires="1h"), role="monitor")
+    assert not peer.membership_ended
+    now_s = peer.runtime.clock.wall()
+    monkeypatch.setattr(peer.runtime.clock, "wall", lambda: now_s + 3600 + CLOCK_TOLERANCE_S + 1)
+    with pytest.raises(ExpiredInviteError, match="Your membership in the-run has ended"):
+        run_until_stopped(Reporter(as_json=False), peer, peer.close)
+    assert peer.membership_ended
+    assert peer.events.count(MembershipEnded) == 1
+    assert peer.closed
+
+
+def test_a_membership_without_an_end_goes_on(run: swarm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.peer._MEMBERSHIP_POLL_S", 0.01)
+    with run.peer("monitor") as peer:
+        now_s = peer.runtime.clock.wall()
+        monkeypatch.setattr(peer.runtime.clock, "wall", lambda: now_s + 10 * 365 * 86400.0)
+        peer.run_sync(asyncio.sleep(0.1))
+        assert not peer.membership_ended

@@ -40,7 +40,7 @@ class FakePeer:
         self.transport = SimpleNamespace(stats=SimpleNamespace(sent_bytes=1500, received_bytes=2_500_000))
         self.dht = SimpleNamespace(peers=lambda: [CONTACT])
         self.host = SimpleNamespace(held={"ffn.0": 1, "ffn.1": 4}) if Role.HOST in roles else None
-        self.shown, self.closed = 0, 0
+        self.shown, self.closed, self.membership_ended = 0, 0, False
 
     @property
     def condition(self) -> Any:
