@@ -72,11 +72,22 @@ def run_until_stopped(reporter: Reporter, peer: Peer, close: Callable[[], None])
         started = time.monotonic()
         run_to_end(close)
         seconds = time.monotonic() - started
+        _tell_what_was_lost(reporter, peer)
         reporter.say(f"Left {name} after {seconds:.1f} s.", "left", run=name, seconds=round(seconds, 3))
         if peer.membership_ended:
             raise ExpiredInviteError(
                 f"Your membership in {name} has ended: the invite expired.", fix="Ask the run's owner for a new invite."
             )
+
+
+def _tell_what_was_lost(reporter: Reporter, peer: Peer) -> None:
+    from swarm.experts.host import HandOverIncomplete  # by now torch is loaded anyway
+
+    for stamped in peer.events.recent(HandOverIncomplete):
+        if isinstance(event := stamped.event, HandOverIncomplete):
+            named = ", ".join(event.experts) + (", ..." if event.count > len(event.experts) else "")
+            note = f"{event.count} experts were not handed over ({named}): {event.reason}"
+            reporter.say(f"Note: {note}", "notice", message=note)
 
 
 def _show(reporter: Reporter, peer: Peer) -> None:

@@ -17,6 +17,7 @@ import swarm
 from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.averager import Averager
 from swarm.cli.report import Reporter
+from swarm.cli.stopping import Stopping
 from swarm.cli.watching import run_until_stopped
 from swarm.errors import ClosedError, ConfigError, ExpiredInviteError, LoopThreadError, PortInUseError
 from swarm.net.addresses import split_address
@@ -204,3 +205,15 @@ def test_a_membership_without_an_end_goes_on(run: swarm.Run, monkeypatch: pytest
         monkeypatch.setattr(peer.runtime.clock, "wall", lambda: now_s + 10 * 365 * 86400.0)
         peer.run_sync(asyncio.sleep(0.1))
         assert not peer.membership_ended
+
+
+def test_the_last_host_says_which_experts_nobody_took_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = swarm.ExpertGrid("ffn.[0:2]", "ffn", config={"hid": 8})
+    with swarm.create_run("the-run", experts=[grid]) as run:
+        peer = run.peer("host")
+        peer.run_sync(eventually(lambda: peer.host is not None and len(peer.host.held) == 2))
+        monkeypatch.setattr(Stopping, "asked", property(lambda stop: True))
+        run_until_stopped(Reporter(as_json=False), peer, peer.close)
+    assert "2 experts were not handed over (ffn.0, ffn.1)" in capsys.readouterr().out
