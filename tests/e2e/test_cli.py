@@ -144,7 +144,9 @@ def test_create_join_call_and_leave(start: Any, run_file: str, tmp_path: Path) -
 
     host.press_ctrl_c()
     assert host.end() == 0
-    assert [json.loads(line)["kind"] for line in host.lines][-2:] == ["state", "left"]
+    leaving = [json.loads(line) for line in host.lines][-3:]
+    assert [line["kind"] for line in leaving] == ["state", "notice", "left"]
+    assert "2 experts were not handed over" in leaving[1]["message"]
     assert taken.end() == 3
     assert json.loads(taken.lines[-1])["error"]["code"] == 2005
     assert not any("Traceback" in line for line in taken.lines)
