@@ -1,0 +1,106 @@
+"""Minutes of new random input for everything that reads bytes from the network. `SWARM_FUZZ_S` sets the seconds a test.
+
+    pytest tests/long
+
+Every run draws new inputs; a failure names the seed, which `SWARM_FUZZ_SEED` repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable
+
+import msgpack
+import pytest
+import torch
+
+from swarm.errors import MalformedFrameError, SwarmError
+from swarm.experts.protocol import CallRequest, CallResponse, PartRequest, RequestIds
+from swarm.identity import KeyPair
+from swarm.net.transport import Contact
+from swarm.roles import Role
+from swarm.runs.credentials import Credential
+from swarm.runs.invite import Invite
+from swarm.runs.manifest import Manifest
+from swarm.tensors.wire import Limits, from_frame, to_frame
+
+SECONDS = float(os.environ.get("SWARM_FUZZ_S", "60"))
+LIMITS = Limits(max_header_bytes=1 << 16, max_tensors=64, max_payload_bytes=1 << 20)
+KEY = KeyPair.from_private_bytes(bytes(32))
+INVITE = Invite.issue(KEY, [Contact(KEY.peer_id, ("127.0.0.1:1",))], [Role.HOST], None, wall_s=0.0)
+REQUEST = CallRequest("backward", (PartRequest("ffn.0", RequestIds().next(), 2, apply=True, with_inputs=True),))
+
+
+def read_frame(data: bytes) -> None:
+    meta, tensors = from_frame(data, LIMITS)
+    assert sum(t.nbytes for t in tensors) <= LIMITS.max_payload_bytes
+    for parse in (CallRequest.from_meta, CallResponse.from_meta):
+        with contextlib.suppress(SwarmError):
+            parse(meta)
+
+
+def read_meta(data: bytes) -> None:
+    try:
+        meta = msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedFrameError("no msgpack") from error  # as the frame's reader says it
+    if not isinstance(meta, dict):
+        raise MalformedFrameError("no table")
+    CallRequest.from_meta(meta)
+
+
+READERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
+    "frames": (read_frame, to_frame(REQUEST.to_meta(), [torch.ones(7), torch.zeros(2, 3, dtype=torch.bfloat16)])),
+    "call headers": (read_meta, msgpack.packb(REQUEST.to_meta())),
+    "credentials": (lambda d: Credential.verify(d, KEY.public_key), INVITE.credential(KEY).encoded),
+    "invites": (lambda d: Invite.decode(d.decode("latin-1"), wall_s=0.0), INVITE.encode().encode()),
+    "manifests": (
+        lambda d: Manifest.verify(d, INVITE.ticket.run_id),
+        Manifest("fuzz", KEY.public_key).sign(KEY),
+    ),
+}
+
+
+def damaged(good: bytes, rng: random.Random) -> bytes:
+    data = bytearray(good)
+    for _ in range(rng.choice((1, 1, 2, 4, 16))):
+        at = rng.randrange(len(data)) if data else 0
+        match rng.randrange(5):
+            case 0 if data:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at : at + rng.randrange(1, 9)]
+            case 2:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case 3:
+                data[at : at + 4] = rng.choice(
+                    (b"\xff\xff\xff\xff", b"\xdd\xff\xff\xff", b"\xc9\x7f\xff\xff", b"\0" * 4)
+                )
+            case _:
+                data = data[:at] if rng.random() < 0.5 else data + data[at:]
+    return bytes(data)
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("what", sorted(READERS))
+def test_damaged_input_ends_in_a_typed_error(what: str) -> None:
+    read, good = READERS[what]
+    read(good)
+    seed = int(os.environ.get("SWARM_FUZZ_SEED") or secrets.randbits(48))
+    rng = random.Random(seed)
+    refused = tried = 0
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        tried += 1
+        data = damaged(good, rng)
+        try:
+            read(data)
+        except SwarmError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, input {tried}: {data!r}") from error
+    assert refused > 0.2 * tried, f"seed {seed}: the inputs are hardly damaged"
