@@ -16,6 +16,8 @@ from swarm.errors import ConfigError
 
 KIB = 1024
 MIB = 1024 * KIB
+HEADER_SHARE = 16
+"""A frame's header of at most this fraction of a message travels with the first payload, on top of it."""
 PresetName = Literal["local", "lan", "wan"]
 
 
@@ -64,7 +66,7 @@ class TransportConfig(_Section):
 
     @model_validator(mode="after")
     def _messages_fit(self) -> Self:
-        if self.chunk_bytes + self.chunk_bytes // 16 > self.max_stream_chunk_bytes:
+        if self.chunk_bytes + self.chunk_bytes // HEADER_SHARE > self.max_stream_chunk_bytes:
             raise ValueError("chunk_bytes, and a sixteenth more for a header, must fit into max_stream_chunk_bytes")
         return self
 

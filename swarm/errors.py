@@ -337,12 +337,6 @@ class NoGroupError(AveragingError):
     code = 7001
 
 
-class RoundFailedError(AveragingError):
-    """The round broke in a way that left local values in place."""
-
-    code = 7002
-
-
 class StateError(SwarmError):
     """A snapshot or checkpoint cannot be used."""
 

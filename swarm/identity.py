@@ -76,6 +76,15 @@ def verify(public_key: bytes, domain: str, payload: bytes, signature: bytes) -> 
         raise BadSignatureError(f"The signature of this {domain} is not by the key it names.") from error
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner may read, in one atomic step; makes the folder. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    os.replace(part, path)
+
+
 class KeyPair:
     """An Ed25519 key pair: a peer's identity, a run's key, or the secret of an invite.
 
@@ -123,14 +132,10 @@ class KeyPair:
 
     def save(self, path: Path) -> None:
         """Write the private key as PEM, readable by its owner only, in one atomic step."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         pem = self._private_key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(pem)
-        os.replace(part, path)
+        write_private(path, pem)
 
     @property
     def private_bytes(self) -> bytes:

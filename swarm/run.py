@@ -16,6 +16,7 @@ from swarm.events import EventStream
 from swarm.experts.registry import profile
 from swarm.experts.spec import ExpertGrid
 from swarm.identity import KeyPair
+from swarm.net.addresses import is_loopback
 from swarm.peer import Peer
 from swarm.roles import Role
 from swarm.runs.invite import DEFAULT_EXPIRY, Invite, Ticket, owner_credential
@@ -250,9 +251,7 @@ def join(
     card = Invite.decode(invite)
     chosen = parse_role(role) if role is not None else (Role.HOST if Role.HOST in card.roles else card.roles[0])
     if config is None:
-        on_this_machine = all(
-            address.startswith(("127.", "localhost:", "[::1]")) for address, _ in card.ticket.addresses
-        )
+        on_this_machine = all(is_loopback(address) for address, _ in card.ticket.addresses)
         config = PeerConfig.preset("local" if on_this_machine else "wan")
     if data_dir is not None:
         config = config.model_copy(update={"data_dir": data_dir})

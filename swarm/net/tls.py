@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import datetime
 import hashlib
-import os
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from swarm.errors import BadSignatureError, PeerUnreachableError
-from swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, KeyPair, PeerId, verify
+from swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, KeyPair, PeerId, verify, write_private
 
 IDENTITY_OID = x509.ObjectIdentifier("2.25.221530746352290104561870438573066430317")
 _DOMAIN = "tls-key"
@@ -104,11 +103,7 @@ class TlsIdentity:
             if pinned.peer_id == identity.peer_id and same_key:
                 return cls(pem[: pem.index(b"-----BEGIN CERTIFICATE-----")], pinned)
         made = cls.generate(identity)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(made.key_pem + made.certificate.pem)
-        os.replace(part, path)
+        write_private(path, made.key_pem + made.certificate.pem)
         return made
 
 

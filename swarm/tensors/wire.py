@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarm.config import HEADER_SHARE
 from swarm.errors import FrameTooLargeError, MalformedFrameError, SwarmError, TruncatedStreamError
 from swarm.tensors.codecs import Codec, codec, device_flat
 from swarm.tensors.header import DEFAULT_LIMITS, MAGIC, PREFIX, Limits, TensorHeader, pack_header, parse_header
@@ -31,8 +32,6 @@ __all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_LIMITS", "FrameReader", "Limits", "en
 DEFAULT_CHUNK_BYTES = 1 << 20
 Admit = Callable[[int], None]
 """Gets the bytes of memory that a frame's tensors will take, before any is allocated; raises to refuse the frame."""
-HEADER_SHARE = 16
-"""A header of at most this fraction of a message travels with the first payload."""
 _STAGE_BYTES = 1 << 20
 _COPIED_BYTES = 1 << 18
 

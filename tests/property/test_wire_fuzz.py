@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from swarm.config import HEADER_SHARE
 from swarm.errors import WireError
 from swarm.tensors.codecs import CODECS, tensor_bytes
 from swarm.tensors.schema import DTYPES
-from swarm.tensors.wire import HEADER_SHARE, FrameReader, Limits, encode, from_frame, to_frame
+from swarm.tensors.wire import FrameReader, Limits, encode, from_frame, to_frame
 
 SMALL = Limits(max_header_bytes=4096, max_tensors=8, max_payload_bytes=4096)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarm.config import HEADER_SHARE
 from swarm.errors import (
     FrameTooLargeError,
     HostBusyError,
@@ -21,7 +22,7 @@ from swarm.errors import (
 )
 from swarm.tensors.codecs import tensor_bytes
 from swarm.tensors.schema import DTYPES
-from swarm.tensors.wire import HEADER_SHARE, FrameReader, Limits, encode, from_frame, to_frame
+from swarm.tensors.wire import FrameReader, Limits, encode, from_frame, to_frame
 
 META = {"v": 1, "parts": [{"uid": "ffn.0.1", "request_id": b"r" * 16}], "scale": 1.5, "none": None}
 
