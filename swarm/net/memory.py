@@ -50,6 +50,8 @@ class MemoryNetwork:
 
     Attributes:
         drop_probability: Each message is lost with this probability; the call then waits for its deadline.
+        call_loss: This part of the unary calls and of the hellos loses its request or its answer: the caller sees a
+            timeout, and in half of the cases the call was served.
         corrupt: Called with (source, destination, path, bytes); returns the bytes that arrive.
         messages: How many messages were sent.
     """
@@ -59,6 +61,7 @@ class MemoryNetwork:
         self.latency: float | Latency = latency
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.drop_probability = 0.0
+        self.call_loss = 0.0
         self.corrupt: Callable[[PeerId, PeerId, str, bytes], bytes] | None = None
         self.messages = 0
         self._digest = hashlib.blake2b(digest_size=16)
@@ -140,12 +143,12 @@ class MemoryNetwork:
         delay = latency(source, target, self.rng) if callable(latency) else latency
         return delay + size / self.bandwidth_bytes_s if self.bandwidth_bytes_s else delay
 
-    async def carry(self, source: PeerId, target: PeerId, path: str, size: int) -> None:
+    async def carry(self, source: PeerId, target: PeerId, path: str, size: int, lost: bool = False) -> None:
         """Return when a message of this size has arrived; never if it is lost."""
         delay = self.transmit(source, target, path, size)
-        if delay is None:
+        if delay is None or lost:
             await asyncio.get_running_loop().create_future()
-        await asyncio.sleep(delay or 0.0)
+        await asyncio.sleep(delay)
         if self._frozen:
             thawed = asyncio.get_running_loop().create_future()
 
@@ -164,6 +167,12 @@ class MemoryNetwork:
                 waiting.append(deliver)
                 return True
         return False
+
+    def lose_call(self) -> str:
+        """Which message of a call is lost: "request", "answer" or none ("")."""
+        if not self.call_loss or self.rng.random() >= self.call_loss:
+            return ""
+        return "request" if self.rng.random() < 0.5 else "answer"
 
     def alter(self, source: PeerId, target: PeerId, path: str, data: bytes) -> bytes:
         return data if self.corrupt is None else self.corrupt(source, target, path, data)
@@ -277,8 +286,9 @@ class MemoryTransport(BaseTransport):
     async def _open_hello(self, address: str, expect: PeerId | None) -> AsyncIterator[_Line]:
         network = self.network
         listener = network.listener(address)
+        lost = bool(network.lose_call())
         for _ in range(_CONNECT_ROUND_TRIPS):
-            await network.carry(self.peer_id, listener.peer_id, "connect", 0)
+            await network.carry(self.peer_id, listener.peer_id, "connect", 0, lost)
             await network.carry(listener.peer_id, self.peer_id, "connect", 0)
         listener = network.listener(address)
         service = listener._listen_to_hello(self._address)
@@ -292,7 +302,8 @@ class MemoryTransport(BaseTransport):
         try:
             async with asyncio.timeout(budget_s):
                 listener = self._pinned(held)
-                await network.carry(ours, theirs, path, len(data))
+                lost = network.lose_call()
+                await network.carry(ours, theirs, path, len(data), lost == "request")
                 if not listener.listening:
                     raise ConnectionLostError(f"The connection to peer {theirs.short} broke.")
                 try:
@@ -302,9 +313,9 @@ class MemoryTransport(BaseTransport):
                 except _StoppedError:
                     raise ConnectionLostError(f"The connection to peer {theirs.short} broke.") from None
                 except SwarmError as error:
-                    await network.carry(theirs, ours, path, _ERROR_BYTES)
+                    await network.carry(theirs, ours, path, _ERROR_BYTES, lost == "answer")
                     raise error_from_wire(error.to_wire(), str(theirs)) from None
-                await network.carry(theirs, ours, path, len(reply))
+                await network.carry(theirs, ours, path, len(reply), lost == "answer")
                 return network.alter(theirs, ours, path, reply)
         except TimeoutError:
             raise CallTimeoutError(f"Peer {theirs.short} did not answer {path} within {budget_s:.3g} s.") from None

@@ -19,6 +19,7 @@ from swarm.runtime import Runtime
 P = ParamSpec("P")
 T = TypeVar("T")
 
+WALL_EPOCH_S = 1_700_000_000.0
 _CHECK_EVERY = 1024
 
 
@@ -90,12 +91,15 @@ class VirtualRuntime(Runtime):
         seed: Seed of the run.
         name: Tells the peers of one run apart: each has its own stream of randomness.
         offload_cost_s: Virtual time that offloaded work takes.
+        wall_offset_s: How far the peer's wall clock is ahead of the others'.
     """
 
     virtual = True
 
-    def __init__(self, loop: VirtualLoop, seed: int, name: str, offload_cost_s: float = 0.001) -> None:
-        super().__init__(LoopClock(loop), random.Random(f"{seed}/{name}"))
+    def __init__(
+        self, loop: VirtualLoop, seed: int, name: str, offload_cost_s: float = 0.001, *, wall_offset_s: float = 0.0
+    ) -> None:
+        super().__init__(LoopClock(loop, WALL_EPOCH_S + wall_offset_s), random.Random(f"{seed}/{name}"))
         self._offload_cost_s = offload_cost_s
 
     async def offload(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

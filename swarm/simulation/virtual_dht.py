@@ -1,0 +1,176 @@
+"""Thousands of DHT peers on one virtual loop: they really join, publish and read, through loss, churn and partitions.
+
+    async def main():
+        async with VirtualDht(1000, seed=3, loss=0.05) as swarm:
+            await swarm.peers[7].dht.put("greeting", "hello", ttl_s=600)
+            swarm.kill(swarm.peers[7])
+            assert await swarm.peers[500].dht.get("greeting")
+
+    run_virtual(main, real_timeout_s=None)
+
+Every peer has a seeded identity, so that ids are uniform and a run can be repeated, and bootstraps through a few random
+peers that joined before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from swarm.config import DhtConfig, PeerConfig
+from swarm.dht.node import Dht
+from swarm.endpoint import Endpoint
+from swarm.errors import BootstrapError
+from swarm.identity import KeyPair, PeerId
+from swarm.net.memory import MemoryNetwork, MemoryTransport
+from swarm.net.security import OpenAuthorizer
+from swarm.net.transport import Transport
+from swarm.roles import ALL_ROLES
+from swarm.runtime import Runtime
+from swarm.simulation.virtual import VirtualLoop, VirtualRuntime
+
+Builder: TypeAlias = Callable[[Transport, DhtConfig, Runtime], Dht]
+"""Makes a peer's DHT in place of `Dht` itself."""
+
+CONTACTS = 3
+"""Earlier peers that a new one is told of."""
+JOINING = 32
+"""Peers that join at the same time."""
+ATTEMPTS = 5
+"""Times that a peer tries to join, each time through other peers."""
+
+
+class VirtualDht:
+    """A network of peers in virtual time; an async context manager on a `VirtualLoop`.
+
+    Args:
+        peers: How many have joined when the context is entered.
+        seed: Of everything random: identities, delays, losses, choices.
+        config: Settings of every peer; the `wan` preset by default.
+        latency_s: Bounds of the one-way delay of a message, uniform.
+        loss: This part of all calls times out: the request or the answer is lost.
+        clock_skew_s: Wall clocks differ from the true time by up to half of this, either way.
+        make: Called with a peer's number (in the order of joining); returns what builds its DHT, or none for `Dht`.
+
+    Attributes:
+        peers: Everybody alive, in the order of joining.
+        network: What connects them.
+        rng: For choices that the scenario makes.
+    """
+
+    def __init__(
+        self,
+        peers: int,
+        *,
+        seed: int = 0,
+        config: PeerConfig | None = None,
+        latency_s: tuple[float, float] = (0.02, 0.2),
+        loss: float = 0.0,
+        clock_skew_s: float = 0.0,
+        make: Callable[[int], Builder | None] | None = None,
+    ) -> None:
+        low_s, high_s = latency_s
+        self.seed = seed
+        self.config = config or PeerConfig.preset("wan")
+        self.network = MemoryNetwork(seed, lambda source, target, rng: rng.uniform(low_s, high_s))
+        self.network.call_loss = loss
+        self.rng = random.Random(f"scenario {seed}")
+        self.peers: list[Endpoint] = []
+        self._run_id = hashlib.sha256(f"virtual run {seed}".encode()).digest()
+        self._clock_skew_s = clock_skew_s
+        self._make = make
+        self._target = peers
+        self._made = 0
+        self._built: dict[PeerId, None] = {}
+
+    async def __aenter__(self) -> Self:
+        await self.grow(self._target)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for peer in list(self.peers):
+            self.kill(peer)
+
+    @property
+    def honest(self) -> list[Endpoint]:
+        """Everybody alive whose DHT is the usual one."""
+        return [peer for peer in self.peers if peer.peer_id not in self._built]
+
+    @property
+    def messages(self) -> int:
+        """Messages sent so far: requests, answers, and those of connections and hellos."""
+        return self.network.messages
+
+    async def grow(self, count: int) -> list[Endpoint]:
+        """Have more peers join, some at a time, each through random peers that were there before.
+
+        Returns:
+            The new ones.
+        """
+        new: list[Endpoint] = []
+        while len(new) < count:
+            # a network that has just begun grows slowly, lest everybody meets nobody
+            at_once = min(count - len(new), JOINING, max(1, len(self.peers)))
+            new += await asyncio.gather(*(self._join() for _ in range(at_once)))
+        return new
+
+    async def _join(self) -> Endpoint:
+        number = self._made
+        self._made += 1
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        identity = KeyPair.from_private_bytes(hashlib.sha256(f"virtual peer {self.seed}/{number}".encode()).digest())
+        skew_s = random.Random(f"skew {self.seed}/{number}").uniform(-0.5, 0.5) * self._clock_skew_s
+        runtime = VirtualRuntime(loop, self.seed, str(number), wall_offset_s=skew_s)
+        transport = MemoryTransport(
+            identity, OpenAuthorizer(self._run_id, ALL_ROLES), self.config, runtime, self.network
+        )
+        builder = self._make(number) if self._make else None
+        if builder is not None:
+            self._built[identity.peer_id] = None
+        await transport.start()
+        dht = (builder or Dht)(transport, self.config.dht, runtime)
+        await dht.start()
+        peer = Endpoint(
+            run_id=self._run_id,
+            roles=ALL_ROLES,
+            identity=identity,
+            config=self.config,
+            runtime=runtime,
+            transport=transport,
+            dht=dht,
+        )
+        for attempt in range(ATTEMPTS):
+            known = [p.contact for p in self.rng.sample(self.peers, min(CONTACTS, len(self.peers)))]
+            try:
+                await dht.bootstrap(known)
+                break
+            except BootstrapError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+        self.peers.append(peer)
+        return peer
+
+    def kill(self, peer: Endpoint) -> None:
+        """End a peer without a word."""
+        self.peers.remove(peer)
+        self.network.kill(peer.peer_id)
+
+    async def leave(self, peer: Endpoint) -> None:
+        """Have a peer withdraw its records and go."""
+        self.peers.remove(peer)
+        await peer.dht.close(withdraw=True)
+        await peer.transport.close(grace_s=0)
+
+    def partition(self, one: Iterable[Endpoint], other: Iterable[Endpoint]) -> None:
+        """Lose every message between two groups of peers (and a third: those in neither) until `heal`."""
+        self.network.partition([[p.peer_id for p in one], [p.peer_id for p in other]])
+
+    def heal(self) -> None:
+        self.network.partition(None)
