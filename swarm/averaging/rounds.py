@@ -127,7 +127,8 @@ class Member:
     """One member of a group as its seal names it.
 
     Attributes:
-        weight: Its weight in the mean, usually a number of samples or steps; 0 contributes nothing.
+        weight: Its weight in the mean, usually a number of samples or steps; 0 contributes nothing. Provisional: what
+            counts is the weight that it brings to the exchange, which it may not know yet when the group is sealed.
         part: How many elements of the flat vector it reduces.
     """
 
@@ -145,8 +146,12 @@ class Seal:
         nonce: 16 random bytes that identify the group.
         schema_hash: What the members average; equal for all.
         members: In the order of their parts; the leader is first.
+        cell: The cell of the grid in which they met; empty without a grid.
+        enter_within_s: A group sealed ahead of time: so long after the seal the last member expects to have its values.
     """
 
     nonce: bytes
     schema_hash: bytes
     members: tuple[Member, ...]
+    cell: str = ""
+    enter_within_s: float = 0.0

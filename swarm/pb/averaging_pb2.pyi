@@ -7,21 +7,39 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinGroupRequest(_message.Message):
-    __slots__ = ("key", "schema_hash", "weight", "addresses", "patience_s")
+    __slots__ = ("key", "schema_hash", "weight", "addresses", "patience_s", "cell", "sends_only", "enters_in_s", "measured")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    CELL_FIELD_NUMBER: _ClassVar[int]
+    SENDS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    ENTERS_IN_S_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     key: str
     schema_hash: bytes
     weight: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
     patience_s: float
-    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., weight: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., patience_s: _Optional[float] = ...) -> None: ...
+    cell: str
+    sends_only: bool
+    enters_in_s: float
+    measured: _containers.RepeatedCompositeFieldContainer[MeasuredRate]
+    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., weight: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., patience_s: _Optional[float] = ..., cell: _Optional[str] = ..., sends_only: bool = ..., enters_in_s: _Optional[float] = ..., measured: _Optional[_Iterable[_Union[MeasuredRate, _Mapping]]] = ...) -> None: ...
+
+class MeasuredRate(_message.Message):
+    __slots__ = ("peer_id", "up", "down")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    peer_id: bytes
+    up: float
+    down: float
+    def __init__(self, peer_id: _Optional[bytes] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
 
 class JoinGroupResponse(_message.Message):
-    __slots__ = ("verdict", "seal_within_s", "leader", "leader_addresses", "schema_hash")
+    __slots__ = ("verdict", "seal_within_s", "leader", "leader_addresses", "schema_hash", "reason")
     class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         VERDICT_UNSPECIFIED: _ClassVar[JoinGroupResponse.Verdict]
@@ -32,6 +50,7 @@ class JoinGroupResponse(_message.Message):
         BUSY: _ClassVar[JoinGroupResponse.Verdict]
         MISMATCH: _ClassVar[JoinGroupResponse.Verdict]
         WRONG_WAY: _ClassVar[JoinGroupResponse.Verdict]
+        PROBATION: _ClassVar[JoinGroupResponse.Verdict]
     VERDICT_UNSPECIFIED: JoinGroupResponse.Verdict
     ACCEPTED: JoinGroupResponse.Verdict
     NOT_LOOKING: JoinGroupResponse.Verdict
@@ -40,17 +59,20 @@ class JoinGroupResponse(_message.Message):
     BUSY: JoinGroupResponse.Verdict
     MISMATCH: JoinGroupResponse.Verdict
     WRONG_WAY: JoinGroupResponse.Verdict
+    PROBATION: JoinGroupResponse.Verdict
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     SEAL_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
     LEADER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     verdict: JoinGroupResponse.Verdict
     seal_within_s: float
     leader: bytes
     leader_addresses: _containers.RepeatedScalarFieldContainer[str]
     schema_hash: bytes
-    def __init__(self, verdict: _Optional[_Union[JoinGroupResponse.Verdict, str]] = ..., seal_within_s: _Optional[float] = ..., leader: _Optional[bytes] = ..., leader_addresses: _Optional[_Iterable[str]] = ..., schema_hash: _Optional[bytes] = ...) -> None: ...
+    reason: str
+    def __init__(self, verdict: _Optional[_Union[JoinGroupResponse.Verdict, str]] = ..., seal_within_s: _Optional[float] = ..., leader: _Optional[bytes] = ..., leader_addresses: _Optional[_Iterable[str]] = ..., schema_hash: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GroupMember(_message.Message):
     __slots__ = ("peer_id", "addresses", "weight", "part")
@@ -65,16 +87,20 @@ class GroupMember(_message.Message):
     def __init__(self, peer_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., part: _Optional[int] = ...) -> None: ...
 
 class SealGroupRequest(_message.Message):
-    __slots__ = ("key", "nonce", "schema_hash", "members")
+    __slots__ = ("key", "nonce", "schema_hash", "members", "cell", "enter_within_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    CELL_FIELD_NUMBER: _ClassVar[int]
+    ENTER_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     key: str
     nonce: bytes
     schema_hash: bytes
     members: _containers.RepeatedCompositeFieldContainer[GroupMember]
-    def __init__(self, key: _Optional[str] = ..., nonce: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ...) -> None: ...
+    cell: str
+    enter_within_s: float
+    def __init__(self, key: _Optional[str] = ..., nonce: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ..., cell: _Optional[str] = ..., enter_within_s: _Optional[float] = ...) -> None: ...
 
 class SealGroupResponse(_message.Message):
     __slots__ = ("accepted", "reason")
@@ -103,12 +129,14 @@ class ReleaseGroupRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., redirect: _Optional[bytes] = ..., redirect_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExchangeHello(_message.Message):
-    __slots__ = ("nonce", "chunks")
+    __slots__ = ("nonce", "chunks", "weight")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     nonce: bytes
     chunks: int
-    def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ...) -> None: ...
+    weight: float
+    def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class AveragingAck(_message.Message):
     __slots__ = ()
