@@ -46,14 +46,18 @@ class DhtPingResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DhtTarget(_message.Message):
-    __slots__ = ("position", "key", "after")
+    __slots__ = ("position", "key", "after", "digest", "inline_bytes")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     position: bytes
     key: str
     after: bytes
-    def __init__(self, position: _Optional[bytes] = ..., key: _Optional[str] = ..., after: _Optional[bytes] = ...) -> None: ...
+    digest: bytes
+    inline_bytes: int
+    def __init__(self, position: _Optional[bytes] = ..., key: _Optional[str] = ..., after: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., inline_bytes: _Optional[int] = ...) -> None: ...
 
 class DhtFindRequest(_message.Message):
     __slots__ = ("sender", "targets", "count")
@@ -66,14 +70,18 @@ class DhtFindRequest(_message.Message):
     def __init__(self, sender: _Optional[_Iterable[str]] = ..., targets: _Optional[_Iterable[_Union[DhtTarget, _Mapping]]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class DhtFound(_message.Message):
-    __slots__ = ("nearest", "records", "more")
+    __slots__ = ("nearest", "records", "more", "digest", "remaining_ms")
     NEAREST_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     nearest: _containers.RepeatedScalarFieldContainer[int]
     records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
     more: bool
-    def __init__(self, nearest: _Optional[_Iterable[int]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., more: bool = ...) -> None: ...
+    digest: bytes
+    remaining_ms: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, nearest: _Optional[_Iterable[int]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., more: bool = ..., digest: _Optional[bytes] = ..., remaining_ms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DhtFindResponse(_message.Message):
     __slots__ = ("contacts", "found")
