@@ -37,7 +37,7 @@ from swarm.net.deadlines import Deadlines
 from swarm.net.hello import HELLO_LIFETIME_S, DialerHello, ListenerHello, Met
 from swarm.net.pacing import UploadPacer
 from swarm.net.security import Authorizer
-from swarm.net.sessions import MAX_STREAMS_PER_PEER, Session, SessionTable
+from swarm.net.sessions import MAX_STREAMS_PER_PEER, RateLimit, Session, SessionTable
 from swarm.net.transport import (
     CallContext,
     Contact,
@@ -173,6 +173,7 @@ class BaseTransport(Transport):
         self.identity = identity
         self.authorizer = authorizer
         self.run_id = authorizer.run_id
+        self.roles = authorizer.roles
         self.config = config
         self.runtime = runtime
         self.deadlines = Deadlines(config.deadline)
@@ -219,7 +220,7 @@ class BaseTransport(Transport):
     async def _answer(self, path: str, token: bytes | None, data: bytes) -> bytes:
         """Run a unary handler. Raises only `SwarmError`, whatever the handler does."""
         session = self.sessions.find(token)
-        session.rate.take()
+        self._account(session.rate)
         served = self._unary.get(path)
         if served is None:
             raise self._not_served(path)
@@ -243,7 +244,7 @@ class BaseTransport(Transport):
     def _enter_stream(self, path: str, token: bytes | None) -> tuple[Session, ServedStream]:
         """Check that a stream may be opened. Raises `SwarmError`."""
         session = self.sessions.find(token)
-        session.rate.take()
+        self._account(session.rate)
         served = self._streams.get(path)
         if served is None:
             raise self._not_served(path)
@@ -254,6 +255,14 @@ class BaseTransport(Transport):
             )
         self.stats.calls_served += 1
         return session, served
+
+    def _account(self, rate: RateLimit, cost: float = 1.0) -> None:
+        """Take from a peer's rate. Raises `RateLimitedError`, counted."""
+        try:
+            rate.take(cost)
+        except RateLimitedError:
+            self.stats.rate_limited += 1
+            raise
 
     def _handler_error(self, path: str, context: CallContext, error: Exception) -> SwarmError:
         """The error that the caller gets. `UnknownSessionError` always means: rejected before execution."""
@@ -271,6 +280,13 @@ class BaseTransport(Transport):
         self._check_open()
         held = await self._hello(address, expect)
         return Contact(held.peer_id, tuple(dict.fromkeys((held.address, *held.addresses))))
+
+    def reached(self, peer_id: PeerId) -> Contact | None:
+        held = self._held.get(peer_id)
+        if held is None:
+            return None
+        known = held.addresses if held.address in held.addresses else (held.address, *held.addresses)
+        return Contact(peer_id, known)
 
     async def _hello(self, address: str, expect: PeerId | None) -> HeldSession:
         patience_s = self.config.transport.connect_timeout_s
@@ -457,7 +473,7 @@ class HelloService:
                 self._challenged = True
                 return self._hello.challenge(message)
             met: Met = self._hello.accept(message)
-            transport.sessions.rate(met.peer_id).take(_HELLO_COST_CALLS)
+            transport._account(transport.sessions.rate(met.peer_id), _HELLO_COST_CALLS)
         except SwarmError as error:
             transport.runtime.emit(HelloRefused(self._address, str(error)))
             raise

@@ -37,6 +37,11 @@ class Authorizer(Protocol):
         """Hash of the run's public key. Peers of another run are refused at hello."""
         ...
 
+    @property
+    def roles(self) -> frozenset[Role]:
+        """The roles that our own credential grants."""
+        ...
+
     def credential(self) -> bytes:
         """What we show in hello, at most 4 KiB."""
         ...
@@ -69,7 +74,7 @@ class OpenAuthorizer:
 
     def __init__(self, run_id: bytes, roles: Iterable[Role]) -> None:
         self.run_id = run_id
-        self.roles = frozenset(roles)
+        self.roles: frozenset[Role] = frozenset(roles)
         self._credential: bytes = msgpack.packb(sorted(self.roles))
 
     def credential(self) -> bytes:

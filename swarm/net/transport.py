@@ -94,13 +94,15 @@ StreamHandler = Callable[[CallContext, ByteStream], Awaitable[None]]
 
 @dataclass(slots=True)
 class TransportStats:
-    """Totals since the start; refused counts by error class name."""
+    """Totals since the start."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     calls_made: int = 0
     calls_served: int = 0
     hellos: int = 0
+    rate_limited: int = 0
+    """Calls, streams and hellos of others that were refused because they came too fast."""
 
 
 class Transport(ABC):
@@ -109,12 +111,14 @@ class Transport(ABC):
     Attributes:
         identity: The peer's key pair.
         run_id: The run whose peers this transport admits (its authorizer's run id).
+        roles: What we may do in the run, as our own credential says.
         deadlines: Adaptive deadlines per (peer, method, size class).
         stats: Totals.
     """
 
     identity: KeyPair
     run_id: bytes
+    roles: frozenset[Role]
     config: PeerConfig
     runtime: Runtime
     deadlines: Deadlines
@@ -152,6 +156,12 @@ class Transport(ABC):
             PeerUnreachableError: Nobody answers there.
             IdentityMismatchError: Somebody other than `expect` answers.
             SecurityError: One side does not admit the other (the subclass says why).
+        """
+
+    @abstractmethod
+    def reached(self, peer_id: PeerId) -> Contact | None:
+        """Where we have reached a peer: what it said of itself in the last hello, led by the address that we dialled
+        if that is not among it. None where there is no session.
         """
 
     @abstractmethod

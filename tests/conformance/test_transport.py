@@ -387,6 +387,7 @@ def test_rate_limit_goes_by_peer_id(world: World) -> None:
         c = await serving(world, config=local(max_calls_per_s=10))
         with pytest.raises(RateLimitedError):
             await call_often(a, c, 40)
+        assert c.stats.rate_limited >= 1
         await b.call(c.contact, ECHO, b"")  # others are not affected
         await asyncio.sleep(0.5)
         await a.call(c.contact, ECHO, b"")  # and neither is it, after a pause
