@@ -96,6 +96,24 @@ class DhtConfig(_Section):
     """Versions remembered of records that have expired, so that old ones cannot be replayed."""
     maintenance_s: float = Field(30.0, gt=0)
     """Interval of bucket refresh, expiry and hand-over."""
+    cache_keys: int = Field(4096, gt=0)
+    """Keys whose entries are kept for readers who take an older answer (`max_age_s`)."""
+    cache_absent_keys: int = Field(4096, gt=0)
+    """Keys kept as having no entries, for the same readers."""
+    cache_bytes: int = Field(16 * MIB, gt=0)
+    """Size of all entries kept so."""
+    watch_min_s: float = Field(1.0, gt=0)
+    """Shortest interval at which a watched key is read again, used after a change."""
+    watch_max_s: float = Field(15.0, gt=0)
+    """Longest interval at which a watched key is read again, reached while nothing changes."""
+    known_peers: int = Field(256, gt=0)
+    """Peers remembered to return to after they were lost; a quarter of them is kept on disk."""
+
+    @model_validator(mode="after")
+    def _watching_slows_down(self) -> Self:
+        if self.watch_min_s > self.watch_max_s:
+            raise ValueError("watch_min_s must not exceed watch_max_s")
+        return self
 
 
 class HostConfig(_Section):
@@ -206,7 +224,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "heartbeat_s": 10.0,
         "deadline": {"initial_s": 5.0, "floor_s": 0.2, "cap_s": 30.0},
         "client": {"deadline": {"initial_s": 5.0, "floor_s": 1.0, "cap_s": 30.0}},
-        "dht": {"call_timeout_s": 2.0, "maintenance_s": 10.0},
+        "dht": {"call_timeout_s": 2.0, "maintenance_s": 10.0, "watch_min_s": 0.5, "watch_max_s": 5.0},
         "averaging": {"matchmaking_s": 5.0, "round_timeout_s": 30.0, "chunk_timeout_s": 5.0},
     },
     "local": {
@@ -214,7 +232,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "transport": {"listen_host": "127.0.0.1", "connect_timeout_s": 5.0},
         "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0},
         "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 5.0, "floor_s": 1.0, "cap_s": 10.0}},
-        "dht": {"call_timeout_s": 1.0, "maintenance_s": 3.0},
+        "dht": {"call_timeout_s": 1.0, "maintenance_s": 3.0, "watch_min_s": 0.2, "watch_max_s": 2.0},
         "host": {"announce_ttl_s": 6.0, "replica_sync_s": 5.0, "placement_s": 1.0, "drain_timeout_s": 5.0},
         "averaging": {"matchmaking_s": 3.0, "round_timeout_s": 10.0, "chunk_timeout_s": 3.0},
     },
