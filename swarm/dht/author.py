@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.dht.operations import Operations
 from swarm.dht.records import (
+    INCARNATION_BYTES,
     MAX_ADOPTED_VERSION,
     MAX_VERSION,
     Copy,
@@ -67,6 +69,7 @@ class Author:
         self._do = operations
         self._identity = identity
         self._run_id = run_id
+        self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         self._published: dict[tuple[str, str], _Published] = {}
         self._signing = asyncio.Lock()
         self._earlier = asyncio.Event()
@@ -145,7 +148,7 @@ class Author:
                 return [
                     sign_record(
                         self._identity, self._run_id, d.key, d.subkey, d.body, version, d.ttl_ms, deleted=d.deleted,
-                        max_body_bytes=self._do.config.max_body_bytes,
+                        max_body_bytes=self._do.config.max_body_bytes, incarnation=self.incarnation,
                     )
                     for (_, d, _), version in zip(wanted, versions, strict=True)
                 ]  # fmt: skip

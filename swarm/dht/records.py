@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,11 @@ MAX_VERSION = 1 << 62
 MAX_ADOPTED_VERSION = 1 << 53
 """The highest version that an author believes when a peer says, unproven, that it holds it (milliseconds until the year
 287,000): a liar cannot exhaust the author's versions."""
+RECORD_FORMAT = 1
+"""Layout of the signed statement. A record of a later one is refused as such: only newer software can read it."""
+INCARNATION_BYTES = 8
+RUN_TAG_BYTES = 8
+"""So much of the run id travels with a record, to tell another run's record from a forged one."""
 RECORD_OVERHEAD_BYTES = 256
 """Bound of what a record adds to its key, subkey and body on the wire."""
 VERIFIED_KEPT = 8192
@@ -39,16 +44,25 @@ PlaceId = tuple[str, PeerId, str]
 
 
 class Refusal(IntEnum):
-    """Why a record was not taken; travels in store answers."""
+    """Why a record was not taken; travels in store answers (all but the last, which only a reader meets)."""
 
     NONE = 0
     MALFORMED = 1
     TOO_LARGE = 2
     BAD_SIGNATURE = 3
     FOREIGN = 4
+    """Signed for another run."""
     OUTDATED = 5
+    """A newer version is known: a replay, or an author that lost its memory."""
     EXPIRED = 6
     QUOTA = 7
+    FUTURE = 8
+    """Of a format that newer software writes."""
+    SCHEMA = 9
+    """The key belongs to a namespace of ours, and the body is not what is kept there."""
+    UNSIGNED = 10
+    MISPLACED = 11
+    """Of another key than the one asked for."""
 
     @property
     def reason(self) -> str:
@@ -89,6 +103,10 @@ class Record:
     ttl_ms: int
     deleted: bool
     signature: bytes
+    incarnation: bytes = bytes(INCARNATION_BYTES)
+    """Of the process that signed: two processes that run under one identity differ in it."""
+    run: bytes = b""
+    """The run id's first bytes."""
 
     @cached_property
     def author_id(self) -> PeerId:
@@ -109,9 +127,14 @@ class Record:
 
     def payload(self, run_id: bytes) -> bytes:
         """The bytes that are signed."""
-        return _payload(
-            run_id, self.author, self.key, self.subkey, self.body, self.record_version, self.ttl_ms, self.deleted
-        )
+        return bytes(
+            msgpack.packb(
+                [
+                    RECORD_FORMAT, run_id, self.author, self.incarnation, self.key, self.subkey, self.body,
+                    self.record_version, self.ttl_ms, self.deleted,
+                ]
+            )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +166,6 @@ def merge(copies: Iterable[Copy], into: dict[EntryId, Copy] | None = None) -> di
         if held is None or copy.rank > held.rank:
             result[copy.record.entry_id] = copy
     return result
-
-
-def _payload(
-    run_id: bytes, author: bytes, key: str, subkey: str, body: bytes, record_version: int, ttl_ms: int, deleted: bool
-) -> bytes:
-    return bytes(msgpack.packb([1, run_id, author, key, subkey, body, record_version, ttl_ms, deleted]))
 
 
 def encode_body(body: Any) -> bytes:
@@ -189,8 +206,14 @@ def check_names(key: str, subkey: str = "") -> None:
 
 
 def _check_fields(record: Record, max_body_bytes: int) -> None:
-    if len(record.author) != PUBLIC_KEY_BYTES or len(record.signature) != SIGNATURE_BYTES:
-        raise refused(Refusal.MALFORMED, "A record's author key or signature has the wrong length.")
+    if not record.signature:
+        raise refused(Refusal.UNSIGNED, "The record carries no signature.")
+    if (
+        len(record.author) != PUBLIC_KEY_BYTES
+        or len(record.signature) != SIGNATURE_BYTES
+        or len(record.incarnation) != INCARNATION_BYTES
+    ):
+        raise refused(Refusal.MALFORMED, "A record's author key, signature or incarnation has the wrong length.")
     check_names(record.key, record.subkey)
     if len(record.body) > max_body_bytes:
         raise refused(
@@ -206,14 +229,15 @@ def _check_fields(record: Record, max_body_bytes: int) -> None:
 
 def sign_record(
     author: KeyPair, run_id: bytes, key: str, subkey: str, body: bytes, record_version: int, ttl_ms: int, *,
-    deleted: bool = False, max_body_bytes: int = 4 * KIB,
+    deleted: bool = False, max_body_bytes: int = 4 * KIB, incarnation: bytes = bytes(INCARNATION_BYTES),
 ) -> Record:  # fmt: skip
     """Make a record. Raises `RecordRefusedError` where nobody would take it."""
-    draft = Record(author.public_key, key, subkey, body, record_version, ttl_ms, deleted, bytes(SIGNATURE_BYTES))
+    draft = Record(
+        author.public_key, key, subkey, body, record_version, ttl_ms, deleted, bytes(SIGNATURE_BYTES), incarnation,
+        run_id[:RUN_TAG_BYTES],
+    )  # fmt: skip
     _check_fields(draft, max_body_bytes)
-    payload = _payload(run_id, author.public_key, key, subkey, body, record_version, ttl_ms, deleted)
-    signature = author.sign(SIGNATURE_DOMAIN, payload)
-    return Record(author.public_key, key, subkey, body, record_version, ttl_ms, deleted, signature)
+    return replace(draft, signature=author.sign(SIGNATURE_DOMAIN, draft.payload(run_id)))
 
 
 def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
@@ -221,7 +245,10 @@ def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
     record = copy.record
     remaining_ms = max(0, min(record.ttl_ms, int(copy.remaining_s(now_s) * 1000)))
     return pb.DhtRecord(
+        format=RECORD_FORMAT,
+        run=record.run,
         author=record.author,
+        incarnation=record.incarnation,
         key=record.key,
         subkey=record.subkey,
         body=record.body,
@@ -255,15 +282,25 @@ class Checker:
             key: The only key that is acceptable, if any.
 
         Raises:
-            RecordRefusedError: Malformed, too large, expired, foreign, or not signed by its author for this run.
+            RecordRefusedError: Malformed, too large, expired, of another run or key, of a later format, or not signed
+                by its author.
         """
+        if message.format > RECORD_FORMAT:
+            raise refused(
+                Refusal.FUTURE, f"The record has format {message.format}; this peer reads {RECORD_FORMAT}.",
+                "Update swarm on this peer.",
+            )  # fmt: skip
+        if message.format != RECORD_FORMAT:
+            raise refused(Refusal.MALFORMED, "The record names no format.")
         record = Record(
             message.author, message.key, message.subkey, message.body, message.record_version, message.ttl_ms,
-            message.deleted, message.signature,
+            message.deleted, message.signature, message.incarnation, message.run,
         )  # fmt: skip
         _check_fields(record, self._max_body_bytes)
+        if record.run != self._run_id[:RUN_TAG_BYTES]:
+            raise refused(Refusal.FOREIGN, "The record belongs to another run.")
         if key is not None and record.key != key:
-            raise refused(Refusal.FOREIGN, "A record of another key than the one asked for.")
+            raise refused(Refusal.MISPLACED, "A record of another key than the one asked for.")
         if message.remaining_ms == 0:
             raise refused(Refusal.EXPIRED, "The record has expired.")
         self._verify(record)

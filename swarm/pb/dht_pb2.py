@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12swarm/pb/dht.proto\x12\x08swarm.pb\"0\n\nDhtContact\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x11\n\taddresses\x18\x02 \x03(\t\"\xa8\x01\n\tDhtRecord\x12\x0e\n\x06\x61uthor\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06subkey\x18\x03 \x01(\t\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\x16\n\x0erecord_version\x18\x05 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\x12\x0f\n\x07\x64\x65leted\x18\x07 \x01(\x08\x12\x11\n\tsignature\x18\x08 \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\" \n\x0e\x44htPingRequest\x12\x0e\n\x06sender\x18\x01 \x03(\t\"\x11\n\x0f\x44htPingResponse\"_\n\tDhtTarget\x12\x10\n\x08position\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x14\n\x0cinline_bytes\x18\x05 \x01(\r\"U\n\x0e\x44htFindRequest\x12\x0e\n\x06sender\x18\x01 \x03(\t\x12$\n\x07targets\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtTarget\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"u\n\x08\x44htFound\x12\x0f\n\x07nearest\x18\x01 \x03(\r\x12$\n\x07records\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtRecord\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\x05 \x03(\r\"\\\n\x0f\x44htFindResponse\x12&\n\x08\x63ontacts\x18\x01 \x03(\x0b\x32\x14.swarm.pb.DhtContact\x12!\n\x05\x66ound\x18\x02 \x03(\x0b\x32\x12.swarm.pb.DhtFound\"V\n\x0f\x44htStoreRequest\x12\x0e\n\x06sender\x18\x01 \x03(\t\x12$\n\x07records\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtRecord\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"D\n\tDhtStored\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x16\n\x0erecord_version\x18\x02 \x01(\x04\x12\x0f\n\x07nearest\x18\x03 \x03(\r\"`\n\x10\x44htStoreResponse\x12&\n\x08\x63ontacts\x18\x01 \x03(\x0b\x32\x14.swarm.pb.DhtContact\x12$\n\x07results\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtStored2\xbf\x01\n\x03\x44ht\x12;\n\x04Ping\x12\x18.swarm.pb.DhtPingRequest\x1a\x19.swarm.pb.DhtPingResponse\x12;\n\x04\x46ind\x12\x18.swarm.pb.DhtFindRequest\x1a\x19.swarm.pb.DhtFindResponse\x12>\n\x05Store\x12\x19.swarm.pb.DhtStoreRequest\x1a\x1a.swarm.pb.DhtStoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12swarm/pb/dht.proto\x12\x08swarm.pb\"0\n\nDhtContact\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x11\n\taddresses\x18\x02 \x03(\t\"\xda\x01\n\tDhtRecord\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\x0c\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\x12\x0b\n\x03key\x18\x05 \x01(\t\x12\x0e\n\x06subkey\x18\x06 \x01(\t\x12\x0c\n\x04\x62ody\x18\x07 \x01(\x0c\x12\x16\n\x0erecord_version\x18\x08 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\t \x01(\r\x12\x0f\n\x07\x64\x65leted\x18\n \x01(\x08\x12\x11\n\tsignature\x18\x0b \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\x0c \x01(\r\" \n\x0e\x44htPingRequest\x12\x0e\n\x06sender\x18\x01 \x03(\t\"\x11\n\x0f\x44htPingResponse\"_\n\tDhtTarget\x12\x10\n\x08position\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x14\n\x0cinline_bytes\x18\x05 \x01(\r\"U\n\x0e\x44htFindRequest\x12\x0e\n\x06sender\x18\x01 \x03(\t\x12$\n\x07targets\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtTarget\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"u\n\x08\x44htFound\x12\x0f\n\x07nearest\x18\x01 \x03(\r\x12$\n\x07records\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtRecord\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\x05 \x03(\r\"\\\n\x0f\x44htFindResponse\x12&\n\x08\x63ontacts\x18\x01 \x03(\x0b\x32\x14.swarm.pb.DhtContact\x12!\n\x05\x66ound\x18\x02 \x03(\x0b\x32\x12.swarm.pb.DhtFound\"V\n\x0f\x44htStoreRequest\x12\x0e\n\x06sender\x18\x01 \x03(\t\x12$\n\x07records\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtRecord\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"h\n\tDhtStored\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x16\n\x0erecord_version\x18\x02 \x01(\x04\x12\x0f\n\x07nearest\x18\x03 \x03(\r\x12\"\n\x05other\x18\x04 \x01(\x0b\x32\x13.swarm.pb.DhtRecord\"`\n\x10\x44htStoreResponse\x12&\n\x08\x63ontacts\x18\x01 \x03(\x0b\x32\x14.swarm.pb.DhtContact\x12$\n\x07results\x18\x02 \x03(\x0b\x32\x13.swarm.pb.DhtStored2\xbf\x01\n\x03\x44ht\x12;\n\x04Ping\x12\x18.swarm.pb.DhtPingRequest\x1a\x19.swarm.pb.DhtPingResponse\x12;\n\x04\x46ind\x12\x18.swarm.pb.DhtFindRequest\x1a\x19.swarm.pb.DhtFindResponse\x12>\n\x05Store\x12\x19.swarm.pb.DhtStoreRequest\x1a\x1a.swarm.pb.DhtStoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DHTCONTACT']._serialized_start=32
   _globals['_DHTCONTACT']._serialized_end=80
   _globals['_DHTRECORD']._serialized_start=83
-  _globals['_DHTRECORD']._serialized_end=251
-  _globals['_DHTPINGREQUEST']._serialized_start=253
-  _globals['_DHTPINGREQUEST']._serialized_end=285
-  _globals['_DHTPINGRESPONSE']._serialized_start=287
-  _globals['_DHTPINGRESPONSE']._serialized_end=304
-  _globals['_DHTTARGET']._serialized_start=306
-  _globals['_DHTTARGET']._serialized_end=401
-  _globals['_DHTFINDREQUEST']._serialized_start=403
-  _globals['_DHTFINDREQUEST']._serialized_end=488
-  _globals['_DHTFOUND']._serialized_start=490
-  _globals['_DHTFOUND']._serialized_end=607
-  _globals['_DHTFINDRESPONSE']._serialized_start=609
-  _globals['_DHTFINDRESPONSE']._serialized_end=701
-  _globals['_DHTSTOREREQUEST']._serialized_start=703
-  _globals['_DHTSTOREREQUEST']._serialized_end=789
-  _globals['_DHTSTORED']._serialized_start=791
-  _globals['_DHTSTORED']._serialized_end=859
-  _globals['_DHTSTORERESPONSE']._serialized_start=861
-  _globals['_DHTSTORERESPONSE']._serialized_end=957
-  _globals['_DHT']._serialized_start=960
-  _globals['_DHT']._serialized_end=1151
+  _globals['_DHTRECORD']._serialized_end=301
+  _globals['_DHTPINGREQUEST']._serialized_start=303
+  _globals['_DHTPINGREQUEST']._serialized_end=335
+  _globals['_DHTPINGRESPONSE']._serialized_start=337
+  _globals['_DHTPINGRESPONSE']._serialized_end=354
+  _globals['_DHTTARGET']._serialized_start=356
+  _globals['_DHTTARGET']._serialized_end=451
+  _globals['_DHTFINDREQUEST']._serialized_start=453
+  _globals['_DHTFINDREQUEST']._serialized_end=538
+  _globals['_DHTFOUND']._serialized_start=540
+  _globals['_DHTFOUND']._serialized_end=657
+  _globals['_DHTFINDRESPONSE']._serialized_start=659
+  _globals['_DHTFINDRESPONSE']._serialized_end=751
+  _globals['_DHTSTOREREQUEST']._serialized_start=753
+  _globals['_DHTSTOREREQUEST']._serialized_end=839
+  _globals['_DHTSTORED']._serialized_start=841
+  _globals['_DHTSTORED']._serialized_end=945
+  _globals['_DHTSTORERESPONSE']._serialized_start=947
+  _globals['_DHTSTORERESPONSE']._serialized_end=1043
+  _globals['_DHT']._serialized_start=1046
+  _globals['_DHT']._serialized_end=1237
 # @@protoc_insertion_point(module_scope)

@@ -14,8 +14,11 @@ class DhtContact(_message.Message):
     def __init__(self, peer_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DhtRecord(_message.Message):
-    __slots__ = ("author", "key", "subkey", "body", "record_version", "ttl_ms", "deleted", "signature", "remaining_ms")
+    __slots__ = ("format", "run", "author", "incarnation", "key", "subkey", "body", "record_version", "ttl_ms", "deleted", "signature", "remaining_ms")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     AUTHOR_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     SUBKEY_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
@@ -24,7 +27,10 @@ class DhtRecord(_message.Message):
     DELETED_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    format: int
+    run: bytes
     author: bytes
+    incarnation: bytes
     key: str
     subkey: str
     body: bytes
@@ -33,7 +39,7 @@ class DhtRecord(_message.Message):
     deleted: bool
     signature: bytes
     remaining_ms: int
-    def __init__(self, author: _Optional[bytes] = ..., key: _Optional[str] = ..., subkey: _Optional[str] = ..., body: _Optional[bytes] = ..., record_version: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., deleted: bool = ..., signature: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, format: _Optional[int] = ..., run: _Optional[bytes] = ..., author: _Optional[bytes] = ..., incarnation: _Optional[bytes] = ..., key: _Optional[str] = ..., subkey: _Optional[str] = ..., body: _Optional[bytes] = ..., record_version: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., deleted: bool = ..., signature: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
 
 class DhtPingRequest(_message.Message):
     __slots__ = ("sender",)
@@ -102,14 +108,16 @@ class DhtStoreRequest(_message.Message):
     def __init__(self, sender: _Optional[_Iterable[str]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class DhtStored(_message.Message):
-    __slots__ = ("status", "record_version", "nearest")
+    __slots__ = ("status", "record_version", "nearest", "other")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     RECORD_VERSION_FIELD_NUMBER: _ClassVar[int]
     NEAREST_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
     status: int
     record_version: int
     nearest: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, status: _Optional[int] = ..., record_version: _Optional[int] = ..., nearest: _Optional[_Iterable[int]] = ...) -> None: ...
+    other: DhtRecord
+    def __init__(self, status: _Optional[int] = ..., record_version: _Optional[int] = ..., nearest: _Optional[_Iterable[int]] = ..., other: _Optional[_Union[DhtRecord, _Mapping]] = ...) -> None: ...
 
 class DhtStoreResponse(_message.Message):
     __slots__ = ("contacts", "results")

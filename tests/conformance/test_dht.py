@@ -174,7 +174,7 @@ def test_records_that_must_not_be_held_are_refused_and_counted(world: World) -> 
             peers[0], peers[1], [forged, unsigned, malformed, oversized, foreign, good, good, signed(version=4)]
         )
         assert [Refusal(r.status).reason for r in results] == [
-            "bad_signature", "malformed", "malformed", "too_large", "bad_signature", "none", "none", "outdated",
+            "bad_signature", "unsigned", "malformed", "too_large", "foreign", "none", "none", "outdated",
         ]  # fmt: skip
         assert results[-1].record_version == 5
         assert peers[1].runtime.events.count(RecordRefused) == 6

@@ -62,7 +62,8 @@ def _set(**fields: object) -> Tamper:
     ("tamper", "reason"),
     [
         (_set(signature=bytes(64)), "bad_signature"),
-        (_set(signature=b""), "malformed"),
+        (_set(signature=b""), "unsigned"),
+        (_set(signature=b"short"), "malformed"),
         (_set(author=deterministic_identity("other").public_key), "bad_signature"),
         (_set(author=b"short"), "malformed"),
         (_set(subkey="t"), "bad_signature"),
@@ -78,8 +79,15 @@ def _set(**fields: object) -> Tamper:
         (_set(body=bytes(5000)), "too_large"),
         (_set(subkey="x" * 300), "too_large"),
         (_set(key=""), "too_large"),
-        (_set(key="elsewhere"), "foreign"),
+        (_set(key="elsewhere"), "misplaced"),
         (_set(remaining_ms=0), "expired"),
+        (_set(format=2), "future"),
+        (_set(format=2, body=bytes(5000), signature=b""), "future"),
+        (_set(format=0), "malformed"),
+        (_set(incarnation=b"12345678"), "bad_signature"),
+        (_set(incarnation=b""), "malformed"),
+        (_set(run=b"another "), "foreign"),
+        (_set(run=b""), "foreign"),
     ],
 )
 def test_altered_records_are_refused_with_a_reason(tamper: Tamper, reason: str) -> None:
@@ -91,8 +99,13 @@ def test_altered_records_are_refused_with_a_reason(tamper: Tamper, reason: str) 
 
 
 def test_a_record_of_another_run_is_refused() -> None:
+    message = to_wire(signed(1), 100.0)
+    with pytest.raises(RecordRefusedError) as caught:
+        Checker(bytes(32), 4096).check(message, 0.0)
+    assert caught.value.reason == "foreign"
+    message.run = bytes(8)  # saying that it is of this run does not make it so
     with pytest.raises(RecordRefusedError, match="for this run"):
-        Checker(bytes(32), 4096).check(to_wire(signed(1), 100.0), 0.0)
+        Checker(bytes(32), 4096).check(message, 0.0)
 
 
 def test_a_verified_signature_does_not_vouch_for_other_fields() -> None:
