@@ -14,6 +14,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any, TypeVar
 
 from kademlia.node import Node
 from kademlia.routing import KBucket, RoutingTable
@@ -21,12 +22,16 @@ from kademlia.routing import KBucket, RoutingTable
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
 
+T = TypeVar("T")
+
 ID_BITS = 160
 ID_BYTES = ID_BITS // 8
 MAX_PER_SUBNET = 4
 """Peers with public addresses in one /24 (IPv4) or /64 (IPv6) that a bucket takes."""
 LOST_KEPT = 256
 """Peers remembered after they left the table."""
+UNREACHED_KEPT = 1024
+"""Hints that led nowhere, remembered for a while."""
 STRIKES = 2
 """Ambiguous failures in a row after which a peer leaves the table."""
 
@@ -102,6 +107,9 @@ class Bucket(KBucket):  # type: ignore[misc]
         """Bits that all ids of this range share (the package counts what the present nodes happen to share)."""
         return ID_BITS - (self.range[1] - self.range[0]).bit_length()
 
+    def full(self) -> bool:
+        return len(self.nodes) >= self.ksize
+
     def crowded(self, node: PeerNode) -> bool:
         """Whether the node's subnet has all the places here that it may have."""
         subnet = node.subnet
@@ -166,10 +174,20 @@ class Table(RoutingTable):  # type: ignore[misc]
                 return None
             if bucket.add_node(node):
                 return None
-            if not (bucket.has_in_range(self.node) or bucket.depth() % 5 != 0):
+            if not self._splits(bucket):
                 head: PeerNode = bucket.head()
                 return head
             self.split_bucket(self.get_bucket_for(node))
+
+    def wants(self, node: PeerNode) -> bool:
+        """Whether there is a place for a node that is not in the table."""
+        bucket = self.buckets[self.get_bucket_for(node)]
+        if node.id == self.node.id or node.id in bucket.nodes or bucket.crowded(node):
+            return False
+        return not bucket.full() or self._splits(bucket)
+
+    def _splits(self, bucket: Bucket) -> bool:
+        return bool(bucket.has_in_range(self.node)) or bucket.depth() % 5 != 0
 
     def find_neighbors(self, node: Node, k: int | None = None, exclude: Node | None = None) -> list[PeerNode]:
         return self.nearest(node.long_id, k or self.ksize, None if exclude is None else exclude.id)
@@ -230,9 +248,24 @@ class AddressBook:
         self.me = PeerNode(me)
         self.table = Table(self.me, bucket_size, clock)
         self.lost: OrderedDict[PeerId, tuple[Contact, float]] = OrderedDict()
+        self._unreached: OrderedDict[Contact, float] = OrderedDict()
+
+    def called(self, contact: Contact) -> bool:
+        """A peer called us and says that it can be reached at these addresses.
+
+        Returns:
+            Whether that is no news: we have reached it at just these, or it can be called nowhere.
+        """
+        if contact.peer_id == self.me.contact.peer_id or not contact.addresses:
+            return True
+        node = self.table.get(contact.peer_id)
+        if node is None or node.contact.addresses != contact.addresses:
+            return False
+        self.seen(contact)
+        return True
 
     def seen(self, contact: Contact) -> PeerNode | None:
-        """A peer proved its identity to us: it called, or answered.
+        """We have reached a peer at one of these addresses, or know that they are still those where we had reached it.
 
         Returns:
             A node to ping, see `Table.add_contact`.
@@ -244,10 +277,14 @@ class AddressBook:
         node.seen_s = self._clock()
         node.strikes = 0
         self.lost.pop(contact.peer_id, None)
+        self._unreached.pop(contact, None)
         return self.table.add_contact(node)
 
     def failed(self, contact: Contact, *, surely: bool) -> bool:
         """A call to the peer failed.
+
+        What fails at addresses that others told us counts against these addresses alone: a liar who sends us elsewhere
+        must not make us forget the peer, nor whom else we could return to.
 
         Args:
             surely: It cannot be reached, or is not of this run; else the failure may be a passing one.
@@ -256,22 +293,33 @@ class AddressBook:
             Whether it left the table.
         """
         node = self.table.get(contact.peer_id)
-        if node is not None:
+        own = node is not None and node.contact.addresses == contact.addresses
+        if node is not None and own:
             node.strikes += 1
             if not surely and node.strikes < STRIKES:
                 return False
             self.table.remove_contact(node)
-        self.lost[contact.peer_id] = (contact, self._clock())
-        self.lost.move_to_end(contact.peer_id)
-        while len(self.lost) > LOST_KEPT:
-            self.lost.popitem(last=False)
-        return node is not None
+            self.lost[contact.peer_id] = (contact, self._clock())
+            self.lost.move_to_end(contact.peer_id)
+            _shrink(self.lost, LOST_KEPT)
+        self._unreached[contact] = self._clock()
+        self._unreached.move_to_end(contact)
+        _shrink(self._unreached, UNREACHED_KEPT)
+        return own
 
-    def may_try(self, peer_id: PeerId) -> bool:
-        """False for a peer that failed a moment ago, and for ourselves."""
-        lost = self.lost.get(peer_id)
-        return peer_id != self.me.contact.peer_id and (lost is None or self._clock() - lost[1] > self._forgive_s)
+    def may_try(self, contact: Contact) -> bool:
+        """False for a peer that failed at these addresses a moment ago, and for ourselves."""
+        failed_s = self._unreached.get(contact)
+        return contact.peer_id != self.me.contact.peer_id and (
+            failed_s is None or self._clock() - failed_s > self._forgive_s
+        )
 
     def hints(self, contacts: Sequence[Contact]) -> list[PeerNode]:
         """Contacts that somebody told us, as lookup candidates. They enter the table only when they answer."""
-        return [self.table.get(c.peer_id) or PeerNode(c) for c in contacts if c.addresses and self.may_try(c.peer_id)]
+        known = [(self.table.get(c.peer_id), c) for c in contacts if c.addresses]
+        return [node or PeerNode(c) for node, c in known if node is not None or self.may_try(c)]
+
+
+def _shrink(kept: OrderedDict[T, Any], bound: int) -> None:
+    while len(kept) > bound:
+        kept.popitem(last=False)

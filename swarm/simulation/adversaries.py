@@ -468,6 +468,9 @@ class MaliciousTransport(Transport):
     async def dial(self, address: str, expect: PeerId | None = None) -> Contact:
         return await self._below.dial(address, expect)
 
+    def reached(self, peer_id: PeerId) -> Contact | None:
+        return self._below.reached(peer_id)
+
     async def call(
         self, to: Contact, method: UnaryMethod[Request, Response], request: Request, *, timeout_s: float | None = None
     ) -> Response:

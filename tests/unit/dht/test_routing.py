@@ -8,7 +8,7 @@ import pytest
 from kademlia.node import Node
 from kademlia.routing import RoutingTable
 
-from swarm.dht.routing import ID_BITS, LOST_KEPT, MAX_PER_SUBNET, AddressBook, PeerNode, Table
+from swarm.dht.routing import ID_BITS, LOST_KEPT, MAX_PER_SUBNET, UNREACHED_KEPT, AddressBook, PeerNode, Table
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
 
@@ -160,5 +160,25 @@ def test_a_peer_without_addresses_stays_out() -> None:
 def test_lost_peers_are_remembered_within_bounds() -> None:
     peers = book([0.0])
     for i in range(1, LOST_KEPT + 10):
+        peers.seen(contact(i))
         peers.failed(contact(i), surely=True)
     assert len(peers.lost) == LOST_KEPT
+
+
+def test_a_wrong_address_that_a_liar_told_costs_the_peer_nothing() -> None:
+    peers = book([0.0])
+    peers.seen(contact(1, "127.0.0.1:1"))
+    assert not peers.failed(contact(1, "127.0.0.1:666"), surely=True)
+    assert [n.contact.addresses for n in peers.table.all_nodes()] == [("127.0.0.1:1",)]
+    peers.failed(contact(2, "127.0.0.1:666"), surely=True)
+    assert peers.hints([contact(2, "127.0.0.1:666")]) == []
+    assert [n.contact.addresses for n in peers.hints([contact(2, "127.0.0.1:2")])] == [("127.0.0.1:2",)]
+
+
+def test_invented_contacts_do_not_displace_the_peers_that_one_could_return_to() -> None:
+    peers = book([0.0])
+    peers.seen(contact(1))
+    peers.failed(contact(1), surely=True)
+    for i in range(2, 2 * UNREACHED_KEPT):
+        peers.failed(contact(i), surely=True)
+    assert [c for c, _ in peers.lost.values()] == [contact(1)]
