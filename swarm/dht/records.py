@@ -243,7 +243,6 @@ def sign_record(
 def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
     """The message for a copy, with what is left of its lifetime (rounded down: it only ever falls)."""
     record = copy.record
-    remaining_ms = max(0, min(record.ttl_ms, int(copy.remaining_s(now_s) * 1000)))
     return pb.DhtRecord(
         format=RECORD_FORMAT,
         run=record.run,
@@ -256,8 +255,13 @@ def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
         ttl_ms=record.ttl_ms,
         deleted=record.deleted,
         signature=record.signature,
-        remaining_ms=remaining_ms,
+        remaining_ms=remaining_ms(copy, now_s),
     )
+
+
+def remaining_ms(copy: Copy, now_s: float) -> int:
+    """What is left of a copy's lifetime, as it travels."""
+    return max(0, min(copy.record.ttl_ms, int(copy.remaining_s(now_s) * 1000)))
 
 
 class Checker:
