@@ -1,10 +1,4 @@
-"""Codecs: how the elements of a tensor become bytes, by a name that travels in the header.
-
-A codec cuts a flat tensor into units of `unit_elements` that are encoded independently of each other, so that a large
-tensor is converted chunk by chunk while the network carries the chunks before it. `none` copies bytes; `fp16` and
-`bf16` round to half precision. The lossy ones saturate: a finite value beyond the range of the format becomes the
-largest finite value, while NaN and infinity stay what they are, so that the receiver's finite check still sees them.
-"""
+"""What every codec is, and the views and casts of tensors that all of them need."""
 
 from __future__ import annotations
 
@@ -16,10 +10,13 @@ import torch
 from torch import Tensor
 
 from swarm.errors import MalformedFrameError, UnsupportedDtypeError
-from swarm.tensors.schema import DTYPE_NAMES
 
+Rng = int | torch.Generator | None
+"""Randomness of one encoding: a seed, a generator that gives one, or none for rounding to nearest."""
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""What lossy codecs carry."""
 _EMPTY = memoryview(b"")
-_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -60,9 +57,12 @@ def saturating_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class Codec(ABC):
     """One way to encode. Stateless and thread-safe.
 
+    Equal arguments give equal bytes on one machine; every machine decodes the same bytes to the same values.
+
     Attributes:
         name: The name in headers and settings.
-        unit_elements: Elements that are encoded together; only a tensor's last unit may be shorter.
+        unit_elements: Elements that are encoded together; only a tensor's last unit may be shorter. Encoding a tensor
+            in pieces of whole units gives the bytes of encoding it at once (with a seed: of that seed per piece).
         is_copy: Encoding is copying the memory of the tensor.
     """
 
@@ -75,23 +75,50 @@ class Codec(ABC):
         """Whether tensors of this dtype can be encoded."""
 
     @abstractmethod
+    def exact(self, dtype: torch.dtype) -> bool:
+        """Whether every value of this dtype survives unchanged, so that error feedback would hold nothing."""
+
+    @abstractmethod
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Exact size of `numel` elements in bytes."""
 
     @abstractmethod
-    def encode(self, tensor: Tensor) -> memoryview:
-        """Encode any strided tensor, or a whole number of units of one (flat), on any device."""
+    def encode(self, tensor: Tensor, *, rng: Rng = None) -> memoryview:
+        """Encode any strided tensor, or a whole number of units of one (flat), on any device.
+
+        Work happens where the tensor lives; only encoded bytes are copied from an accelerator.
+
+        Args:
+            rng: Makes rounding stochastic and thereby unbiased, where the codec can: use one seed per piece, since
+                equal seeds give equal noise. A generator is drawn from once per call. None rounds to nearest.
+        """
 
     @abstractmethod
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
-        """Decode bytes (1-d uint8, whole units) into the flat CPU tensor `out`."""
+        """Decode bytes (1-d uint8, CPU, whole units) into the flat tensor `out`.
+
+        Raises:
+            MalformedFrameError: No encoder writes such bytes. `out` is as it was.
+        """
+
+    @abstractmethod
+    def decode_add(self, encoded: Tensor, dtype: torch.dtype, acc: Tensor, alpha: float = 1.0) -> None:
+        """Add `alpha` times the decoded values to a flat fp32 or fp64 tensor: what a reducer does, in fewer passes.
+
+        Args:
+            encoded: As for `decode_into`.
+            dtype: Of the tensor that was encoded.
+
+        Raises:
+            MalformedFrameError: No encoder writes such bytes. `acc` is as it was.
+        """
 
     def decode(self, buffer: bytes | bytearray | memoryview, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Decode a whole tensor into memory of its own.
 
         Raises:
             UnsupportedDtypeError: The codec cannot carry this dtype.
-            MalformedFrameError: The buffer has another size than the shape requires.
+            MalformedFrameError: The buffer has another size than the shape requires, or no encoder writes such bytes.
         """
         self.check(dtype)
         needed = self.encoded_nbytes(math.prod(shape), dtype)
@@ -110,66 +137,3 @@ class Codec(ABC):
             raise UnsupportedDtypeError(
                 f"Codec {self.name} cannot carry {str(dtype).removeprefix('torch.')}.", fix='Use codec "none" for it.'
             )
-
-
-class NoneCodec(Codec):
-    """The memory of the tensor as it is, little-endian."""
-
-    name = "none"
-    is_copy = True
-
-    def carries(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPE_NAMES
-
-    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return numel * dtype.itemsize
-
-    def encode(self, tensor: Tensor) -> memoryview:
-        if tensor.dtype in _NUMPY and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
-            return tensor.numpy(force=True).data.cast("B")
-        return tensor_bytes(host_flat(tensor))
-
-    def decode_into(self, encoded: Tensor, out: Tensor) -> None:
-        if out.numel():
-            out.view(torch.uint8).copy_(encoded)
-
-
-class HalfCodec(Codec):
-    """Two bytes an element: IEEE half (`fp16`) or bfloat16 (`bf16`), saturating. Carries floats of 2, 4 or 8 bytes."""
-
-    _CARRIED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self._dtype = dtype
-
-    def carries(self, dtype: torch.dtype) -> bool:
-        return dtype in self._CARRIED
-
-    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return 2 * numel
-
-    def encode(self, tensor: Tensor) -> memoryview:
-        return tensor_bytes(saturating_cast(device_flat(tensor), self._dtype).cpu())
-
-    def decode_into(self, encoded: Tensor, out: Tensor) -> None:
-        half = encoded.view(self._dtype)
-        # bf16 reaches further than fp16: 65504 rounds up to 65536, which an fp16 tensor cannot hold.
-        out.copy_(saturating_cast(half, out.dtype) if out.dtype == torch.float16 else half)
-
-
-NONE = NoneCodec()
-CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (NONE, HalfCodec("fp16", torch.float16), HalfCodec("bf16", torch.bfloat16))
-}
-"""Every codec by name."""
-
-
-def codec(name: object) -> Codec:
-    """The codec of this name. Raises `UnsupportedDtypeError`."""
-    found = CODECS.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise UnsupportedDtypeError(
-            f"The codec {str(name)[:60]!r} is unknown here.", fix=f"Use one of {', '.join(CODECS)}, or update swarm."
-        )
-    return found
