@@ -212,6 +212,13 @@ class Author:
             except TimeoutError:
                 await self._renew_due()
 
+    def renew_all(self) -> None:
+        """Renew every record now: others may have lost it while they could not reach us."""
+        for published in self._published.values():
+            if published.draft.renew:
+                published.due_s = self._now()
+        self._earlier.set()
+
     async def _renew_due(self) -> None:
         now_s = self._now()
         due = []

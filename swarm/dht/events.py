@@ -25,6 +25,14 @@ class ContactDropped(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerThrottled(Event):
+    """A peer asked for more DHT work than one may; its calls are refused until it slows down."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class UnderReplicated(Event):
     """A record is held by fewer peers than wanted."""
 
@@ -38,4 +46,20 @@ class Rejoined(Event):
     """The routing table had run empty and was filled again from remembered peers."""
 
     peers: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class IslandMet(Event):
+    """A peer's record showed that it lives in a part of the run that we did not know of; we have joined that too."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """Time has passed in which this peer did not run; its records are renewed and its neighbours looked up again."""
+
+    away_s: float
     reason: str

@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from swarm.config import DhtConfig
 from swarm.dht.author import Author, Draft
+from swarm.dht.cache import CacheStats, ReadCache
 from swarm.dht.driver import Driver
+from swarm.dht.handover import Handover
+from swarm.dht.known import SAVED_FRACTION, KnownPeers, KnownPeersUnusable, read_known, write_known
 from swarm.dht.operations import Operations
 from swarm.dht.protocol import Protocol
 from swarm.dht.records import Copy, Entry, EntryId, check_names, check_ttl_ms, encode_body, to_entry
 from swarm.dht.routing import AddressBook
 from swarm.dht.storage import Storage
 from swarm.dht.upkeep import Upkeep
-from swarm.errors import BootstrapError, ClosedError, NotStoredError
+from swarm.dht.views import is_view
+from swarm.dht.watch import Watch, Watches
+from swarm.errors import BootstrapError, ClosedError, ConfigError, NotStoredError
 from swarm.identity import PeerId
 from swarm.net.transport import Contact, Transport
 from swarm.runtime import Runtime
 
-WITHDRAW_TIMEOUTS = 2.0
-"""Call timeouts that the withdrawal of our records at `close` may take."""
+LEAVE_TIMEOUTS = 2.0
+"""Call timeouts that the withdrawal of our records, and the hand-over of others', may take at `close`."""
 
-Merged = dict[str, dict[EntryId, Copy]]
+Merged = Mapping[str, Mapping[EntryId, Copy]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +54,20 @@ class Dht:
     A key holds entries by (author, subkey); every peer writes only its own entries, signed, with a lifetime. Records
     are kept by the `replication` peers nearest to the key. They are hints: whoever acts on one confirms it by a hello.
 
-    All methods run on the transport's event loop. Reads are served by the network, never from a cache; reads of one key
-    that are under way at the same time share one answer.
+    All methods run on the transport's event loop; `BlockingDht` is the same for other threads. Reads are served by the
+    network, except for readers who say how old an answer may be (`max_age_s`); reads of one key that are under way at
+    the same time share one answer.
 
     Args:
         transport: Started before `bootstrap`.
         config: Kademlia parameters and limits.
         runtime: Clock, randomness, events.
+        known_file: Where peers to return to are kept for the next start; none keeps them in memory.
     """
 
-    def __init__(self, transport: Transport, config: DhtConfig, runtime: Runtime) -> None:
+    def __init__(
+        self, transport: Transport, config: DhtConfig, runtime: Runtime, *, known_file: Path | None = None
+    ) -> None:
         self._transport = transport
         self._call_timeout_s = config.call_timeout_s
         book = AddressBook(Contact(transport.peer_id, ()), config.bucket_size, config.maintenance_s, runtime.clock.time)
@@ -65,8 +75,17 @@ class Dht:
         self._driver = Driver(runtime, config.call_timeout_s)
         self._protocol = Protocol(transport, config, runtime, book, self._storage)
         self._do = Operations(config, runtime, book, self._storage, self._protocol, self._driver)
-        self._upkeep = Upkeep(self._do)
         self._author = Author(self._do, transport.identity, transport.run_id)
+        self._handover = Handover(self._do)
+        self._known = KnownPeers(
+            transport.peer_id, config.known_peers, config.maintenance_s, runtime.clock.time, runtime.rng
+        )
+        self._known_file = known_file
+        self._saved: list[Contact] = []
+        self._remembered: list[Contact] = []
+        self._upkeep = Upkeep(self._do, self._handover, self._known, self._author.renew_all, self._save_soon)
+        self._cache = ReadCache(config)
+        self._watches = Watches(config, runtime, self._read_watched, self._driver.spawn)
         self._reads: dict[str, asyncio.Task[Merged]] = {}
         self._started = False
         self._closed = False
@@ -77,31 +96,83 @@ class Dht:
         self._storage.expire(self._do.runtime.clock.time())
         return len(self._storage)
 
+    @property
+    def cache_stats(self) -> CacheStats:
+        """What the cache of earlier answers did so far."""
+        return self._cache.stats
+
+    @property
+    def remembered(self) -> list[Contact]:
+        """Peers that an earlier start of this peer met, best first: join through them. Valid after `start`."""
+        return list(self._remembered)
+
     async def start(self) -> None:
         """Serve the DHT's calls and begin the upkeep. Idempotent."""
         self._check_open()
         if not self._started:
             self._started = True
+            await self._load_known()
             self._protocol.serve()
             self._driver.spawn(self._upkeep.run(), "dht-upkeep")
             self._driver.spawn(self._author.run(), "dht-renew")
 
-    async def bootstrap(self, contacts: Sequence[Contact]) -> None:
+    async def _load_known(self) -> None:
+        if self._known_file is None:
+            return
+        try:
+            found = await self._do.runtime.offload(
+                read_known, self._known_file, self._transport.run_id, self._most_saved
+            )
+        except ConfigError as error:
+            self._do.runtime.emit(KnownPeersUnusable(path=str(self._known_file), reason=error.message))
+            return
+        self._remembered = [contact for contact in found if contact.peer_id != self._transport.peer_id]
+        for place, contact in enumerate(self._remembered):
+            self._known.met(contact, -1.0 - place)  # before anything that happens from now on, in this order
+
+    @property
+    def _most_saved(self) -> int:
+        return max(1, int(self._do.config.known_peers * SAVED_FRACTION))
+
+    def _save_soon(self) -> None:
+        if self._known_file is not None and not self._closed:
+            self._driver.spawn(self._save_known(), "dht-remember")
+
+    async def _save_known(self) -> None:
+        """Write the peers to return to, where they have changed."""
+        best = self._known.best(self._most_saved)
+        if self._known_file is None or best == self._saved or not best:
+            return
+        self._saved = best
+        try:
+            await self._do.runtime.offload(write_known, self._known_file, self._transport.run_id, best)
+        except OSError as error:
+            self._do.runtime.emit(KnownPeersUnusable(path=str(self._known_file), reason=str(error)))
+
+    async def bootstrap(self, contacts: Sequence[Contact], *, seeds: Sequence[tuple[str, PeerId | None]] = ()) -> None:
         """Join through these peers, who are also returned to when all others are lost. No contacts: we are the first.
+
+        Args:
+            contacts: Who answered at an address of the run.
+            seeds: Addresses to return to from time to time even though they have not answered yet, as an invite
+                names them; those without a peer id are left out.
 
         Raises:
             BootstrapError: None of them answered; `reasons` says why for each address.
         """
         self._check_open()
         others = [contact for contact in contacts if contact.peer_id != self._transport.peer_id]
+        for contact in [*others, *(Contact(peer_id, (address,)) for address, peer_id in seeds if peer_id is not None)]:
+            self._known.pin(contact)
         if not others:
             return
-        self._upkeep.remember(others)
         reasons = await self._upkeep.greet(others)
         if not self.peers():
             message = f"None of {len(others)} bootstrap peers answered."
             raise BootstrapError(message, fix="Check the addresses, or try later.", reasons=reasons)
         await self._upkeep.join()
+        self._upkeep.remember_table()
+        self._save_soon()
 
     async def put(self, key: str, body: Any, *, subkey: str = "", ttl_s: float, renew: bool = True) -> int:
         """Publish our entry of a key, replacing an earlier one with the same subkey.
@@ -140,15 +211,29 @@ class Dht:
         self._check_open()
         wanted = list(items)
         drafts = {(item.key, item.subkey): item.draft() for item in wanted}
-        accepted = dict(zip(drafts, await self._author.publish(list(drafts.values())), strict=True))
+        try:
+            accepted = dict(zip(drafts, await self._author.publish(list(drafts.values())), strict=True))
+        finally:
+            self._written(draft.key for draft in drafts.values())
         return [accepted[item.key, item.subkey] for item in wanted]
 
     async def delete(self, key: str, subkey: str = "") -> None:
         """Withdraw our entry, if there is one: a tombstone takes its place until every copy of it has expired."""
         self._check_open()
-        await self._author.delete(key, subkey)
+        try:
+            await self._author.delete(key, subkey)
+        finally:
+            self._written([key])
 
-    async def get(self, key: str, *, fresh: bool = False) -> list[Entry]:
+    def _written(self, keys: Iterable[str]) -> None:
+        """We have written there: neither an answer kept nor one under way tells what holds now."""
+        changed = dict.fromkeys(keys)
+        self._cache.invalidate(changed)
+        for key in changed:
+            self._reads.pop(key, None)
+        self._watches.written(changed)
+
+    async def get(self, key: str, *, fresh: bool = False, max_age_s: float = 0.0) -> list[Entry]:
         """The live entries of a key, ordered by author and subkey; empty if there are none.
 
         Every entry has been checked against its author's signature. The entries of several replicas are merged; the
@@ -156,35 +241,76 @@ class Dht:
 
         Args:
             fresh: Ask all `replication` nearest, and do not share the answer of a read that is already under way.
+            max_age_s: Take an answer of an earlier read, also that there is nothing, if it is at most this old, none of
+                its entries has ended since, and we have not written there since. Not with `fresh`.
         """
-        return (await self.get_many([key], fresh=fresh))[key]
+        return (await self.get_many([key], fresh=fresh, max_age_s=max_age_s))[key]
 
-    async def get_many(self, keys: Iterable[str], *, fresh: bool = False) -> dict[str, list[Entry]]:
+    async def get_many(
+        self, keys: Iterable[str], *, fresh: bool = False, max_age_s: float = 0.0
+    ) -> dict[str, list[Entry]]:
         """`get` for several keys with shared lookups and requests; every key is in the result."""
         self._check_open()
         wanted = list(dict.fromkeys(keys))
         for key in wanted:
             check_names(key)
-        missing = wanted if fresh else [key for key in wanted if key not in self._reads]
-        tasks = {} if fresh else {key: self._reads[key] for key in wanted if key in self._reads}
+        now_s = self._do.runtime.clock.time
+        kept: dict[str, Mapping[EntryId, Copy]] = {}
+        if max_age_s > 0 and not fresh:
+            for key in wanted:
+                answer = self._cache.get(key, now_s(), max_age_s)
+                if answer is not None:
+                    kept[key] = answer
+        tasks = {} if fresh else {key: self._reads[key] for key in wanted if key not in kept and key in self._reads}
+        missing = [key for key in wanted if key not in kept and key not in tasks]
         if missing:
             task = self._driver.spawn(self._read(missing, fresh=fresh), "dht-read")
             tasks.update(dict.fromkeys(missing, task))
             if not fresh:
                 self._reads.update(dict.fromkeys(missing, task))
-        now_s = self._do.runtime.clock.time
         result: dict[str, list[Entry]] = {}
         for key in wanted:
-            result[key] = _entries((await self._shared(tasks[key]))[key], now_s())
+            answer = kept[key] if key in kept else (await self._shared(tasks[key]))[key]
+            result[key] = _entries(answer, now_s())
         return result
 
     async def _read(self, keys: Sequence[str], *, fresh: bool) -> Merged:
+        reading = self._cache.begin(self._do.runtime.clock.time())
         try:
-            return await self._do.read(self._author.own(keys), full=fresh)
+            found = await self._do.read(self._author.own(keys), full=fresh)
+            self._cache.finish(reading, found)
+            return found
         finally:
-            if not fresh:
-                for key in keys:
-                    self._reads.pop(key, None)
+            self._cache.abandon(reading)
+            task = asyncio.current_task()
+            for key in keys:
+                if self._reads.get(key) is task:
+                    del self._reads[key]
+
+    async def _read_watched(self, key: str) -> Mapping[EntryId, Copy]:
+        return (await self._read([key], fresh=True))[key]
+
+    def watch(self, key: str, *, every_s: float | None = None) -> Watch:
+        """Follow a key: yields its live entries at once, and again after each change.
+
+        A change is an entry that is new, has another body, was deleted or has ended; changes that come while nobody
+        waits are told as one. Watchers of a key share one reader, whose interval adapts between `watch_min_s` and
+        `watch_max_s`; the end of an entry is told on time. Dropping the iterator ends the watch.
+
+            async for entries in dht.watch("experts/ffn"):
+                ...
+
+        Args:
+            key: The key.
+            every_s: Read at least this often while we wait, though not more often than `watch_min_s`.
+
+        Raises:
+            RecordRefusedError: It is no key. UsageError: `every_s` is not positive.
+            ClosedError: The DHT is closed; raised from the iteration when it closes later.
+        """
+        self._check_open()
+        check_names(key)
+        return self._watches.watch(key, every_s)
 
     async def _shared(self, task: asyncio.Task[Merged]) -> Merged:
         """The result of a task that others wait for too, and that our own cancellation must not end."""
@@ -206,21 +332,46 @@ class Dht:
         known = self._do.book.table.get(peer_id)
         return known.contact if known is not None else await self._do.find_peer(peer_id)
 
-    async def close(self, *, withdraw: bool = False) -> None:
+    def held_entries(self, key: str) -> list[Entry]:
+        """What this peer itself keeps under a key for the run, ordered by author and subkey; asks nobody."""
+        now_s = self._do.runtime.clock.time()
+        live = [copy for copy in self._storage.entries(key, now_s) if not copy.record.deleted]
+        return [to_entry(copy, now_s) for copy in live]
+
+    def view(self) -> bytes:
+        """A few bytes that tell others which network we are in, for a record of ours; see `swarm.dht.views`."""
+        return self._upkeep.view()
+
+    async def compare_view(self, contact: Contact, view: bytes) -> bool:
+        """Whether a peer whose record carries this view is in the same network as we are; if not, join its network too.
+
+        Costs a lookup.
+        """
+        self._check_open()
+        return not is_view(view) or await self._upkeep.compare(contact, view)
+
+    async def close(self, *, withdraw: bool = False, handover: bool = False) -> None:
         """End all tasks. Idempotent, bounded in time.
 
         Args:
             withdraw: Delete our records first, which otherwise stay until they expire.
+            handover: Give the records that we hold to the next nearest peers first, so that no copy is missing.
         """
         if self._closed:
             return
         self._closed = True
-        if withdraw and self._started:
+        self._watches.close()
+        if self._started:
+            steps = [self._author.withdraw()] if withdraw else []
+            if handover:
+                steps.append(self._handover.to_heirs(self._transport.peer_id if withdraw else None))
             try:
-                async with asyncio.timeout(WITHDRAW_TIMEOUTS * self._call_timeout_s):
-                    await self._author.withdraw()
+                async with asyncio.timeout(LEAVE_TIMEOUTS * self._call_timeout_s):
+                    await asyncio.gather(*steps)
             except TimeoutError:
-                pass  # they expire by themselves
+                pass  # records expire by themselves, and others hold copies
+            self._upkeep.remember_table()
+            await self._save_known()
         await self._driver.close()
 
     def _check_open(self) -> None:
