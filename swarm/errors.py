@@ -100,13 +100,26 @@ class PeerUnreachableError(NetworkError):
 
 
 class BootstrapError(NetworkError):
-    """None of the bootstrap addresses led into the run. `reasons` maps each address to why."""
+    """None of the bootstrap addresses led into the run.
+
+    Attributes:
+        reasons: Each address with why.
+        remembered: Those of them that the invite does not name: addresses of peers met in an earlier start.
+    """
 
     code = 2002
 
-    def __init__(self, message: str, *, fix: str | None = None, reasons: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        fix: str | None = None,
+        reasons: dict[str, str] | None = None,
+        remembered: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message, fix=fix)
         self.reasons = reasons or {}
+        self.remembered = remembered
 
 
 class CallTimeoutError(NetworkError):

@@ -15,10 +15,12 @@ import torch
 from swarm.averaging.service import AveragingService
 from swarm.config import PeerConfig
 from swarm.datadir import DataDirLock
+from swarm.dht.blocking import BlockingDht
 from swarm.dht.bootstrap import bootstrap_addresses
+from swarm.dht.known import FILE_NAME as KNOWN_PEERS_FILE
 from swarm.dht.node import Dht
 from swarm.endpoint import Endpoint, T
-from swarm.errors import ClosedError, UsageError
+from swarm.errors import BootstrapError, ClosedError, UsageError
 from swarm.events import Event, EventStream
 from swarm.experts.client import ExpertClient
 from swarm.experts.host import ExpertHost
@@ -57,6 +59,7 @@ class Peer(Endpoint):
         grids: The run's expert grids by name.
         experts: Client of remote experts.
         averaging: Takes part in averaging rounds.
+        records: The run's records in the DHT, for threads other than the loop's.
         state: Snapshots that this peer serves to others.
         host: Holds experts; none unless the peer has the role `host`.
     """
@@ -79,7 +82,7 @@ class Peer(Endpoint):
             config=config,
             runtime=runtime,
             transport=transport,
-            dht=Dht(transport, config.dht, runtime),
+            dht=Dht(transport, config.dht, runtime, known_file=config.data_dir and config.data_dir / KNOWN_PEERS_FILE),
             loop=loop_thread(),
         )
         self._run_public_key = run_public_key
@@ -91,6 +94,7 @@ class Peer(Endpoint):
         self._closing: asyncio.Future[None] | None = None
         self._abandoning: asyncio.Task[None] | None = None
         self._closed = False
+        self.records = BlockingDht(self.dht, self.run_sync)
         self.state = SnapshotStore(self)
         self.averaging = AveragingService(self)
         self.host: ExpertHost | None = None
@@ -151,10 +155,7 @@ class Peer(Endpoint):
     async def _start(self, bootstrap: Sequence[tuple[str, PeerId | None]], signed_manifest: bytes | None) -> None:
         await self.transport.start()
         await self.dht.start()
-        contacts: list[Contact] = []
-        if bootstrap:
-            contacts = await bootstrap_addresses(self.transport, bootstrap)
-            await self.dht.bootstrap(contacts)
+        contacts = await self._enter(bootstrap)
         if signed_manifest is None:
             signed_manifest = await fetch_from_any(self.transport, contacts, self._run_public_key)
         self._manifest_service = ManifestService(self.transport, signed_manifest, self._run_public_key)
@@ -168,6 +169,23 @@ class Peer(Endpoint):
             self.host = ExpertHost(self, self.grids, self.state)
             await self.host.start()
         await self._announcer.set_state(PeerState.ONLINE)
+
+    async def _enter(self, bootstrap: Sequence[tuple[str, PeerId | None]]) -> list[Contact]:
+        """Join the run's network through the invite's addresses and the peers of an earlier start.
+
+        Raises:
+            BootstrapError: An invite was given, and nobody answered.
+        """
+        contacts: list[Contact] = []
+        try:
+            if bootstrap or self.dht.remembered:
+                contacts = await bootstrap_addresses(self.transport, bootstrap, self.dht.remembered)
+                await self.dht.bootstrap(contacts, seeds=bootstrap)
+        except BootstrapError:
+            if bootstrap:
+                raise
+            # the run's owner may well be the first to return; whoever comes later is met by the DHT's upkeep
+        return contacts
 
     async def _watch_membership(self) -> None:
         """Say so when our credential expires. The wall clock may jump, so it is read again and again."""
@@ -216,7 +234,7 @@ class Peer(Endpoint):
             await self._step("leaving averaging", self.averaging.close(), deadline)
             if drain:
                 await self._step("withdrawing our record", self._announcer.close(), deadline)
-            await self._step("leaving the DHT", self.dht.close(withdraw=drain), deadline)
+            await self._step("leaving the DHT", self.dht.close(withdraw=drain, handover=drain), deadline)
             await self._step("closing connections", self.transport.close(0.5 if drain else 0.0), deadline)
             await self.runtime.cancel_tasks()
         except asyncio.CancelledError:
