@@ -50,7 +50,7 @@ class Runtime:
         self.clock: Clock = clock or SystemClock()
         self.rng = rng or random.Random()
         self.events = events or EventStream(self.clock)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
 
     async def offload(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `fn` on the codec pool (inline in virtual time) and return its result."""
@@ -62,18 +62,23 @@ class Runtime:
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Start a background task that this runtime owns: kept alive, its failure becomes a `TaskFailed` event."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._task_done)
         return task
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.emit(TaskFailed(task=task.get_name(), reason=repr(error)))
 
-    async def cancel_tasks(self) -> None:
-        """Cancel every task started by `spawn` and wait until they have ended."""
+    def abandon_tasks(self) -> list[asyncio.Task[Any]]:
+        """Cancel every task started by `spawn` but the current one, without waiting; returns them."""
         tasks = [t for t in self._tasks if t is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
+        return tasks
+
+    async def cancel_tasks(self) -> None:
+        """Cancel every task started by `spawn` and wait until they have ended."""
+        tasks = self.abandon_tasks()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -163,11 +163,7 @@ class ListenerHello:
         """Answer an opening. Raises `SecurityError`, `MalformedFrameError`."""
         opening = _dialer_step(message, "opening").opening
         _check_version(opening.protocol_version)
-        if opening.run_id != self._authorizer.run_id:
-            raise WrongRunError(
-                f"This peer belongs to run {self._authorizer.run_id.hex()[:8]}, not to {opening.run_id.hex()[:8]}.",
-                fix="Use an invite of the run that you want to join.",
-            )
+        self._check_run(opening.run_id)
         _check_length(opening.nonce, NONCE_BYTES, "nonce")
         _check_length(opening.public_key, PUBLIC_KEY_BYTES, "public key")
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -196,10 +192,25 @@ class ListenerHello:
             raise MalformedFrameError("A proof came before its opening.")
         proof = _dialer_step(message, "proof").proof
         signed, self._signed = self._signed, b""  # one proof per challenge
-        _check_credential(proof.credential)
         verify(self._dialer_key, _DIALER_DOMAIN, signed, proof.signature)
-        dialer = PeerId.of(self._dialer_key)
-        return Met(dialer, self._dialer_key, self._authorizer.admit(dialer, self._dialer_key, proof.credential))
+        return self._admit(self._dialer_key, proof.credential)
+
+    def meet(self, run_id: bytes, public_key: bytes, credential: bytes) -> Met:
+        """Admit a dialer whose identity is proven otherwise. Raises `SecurityError`, `MalformedFrameError`."""
+        self._check_run(run_id)
+        return self._admit(public_key, credential)
+
+    def _check_run(self, run_id: bytes) -> None:
+        if run_id != self._authorizer.run_id:
+            raise WrongRunError(
+                f"This peer belongs to run {self._authorizer.run_id.hex()[:8]}, not to {run_id.hex()[:8]}.",
+                fix="Use an invite of the run that you want to join.",
+            )
+
+    def _admit(self, public_key: bytes, credential: bytes) -> Met:
+        _check_credential(credential)
+        dialer = PeerId.of(public_key)
+        return Met(dialer, public_key, self._authorizer.admit(dialer, public_key, credential))
 
     def welcome(self, token: bytes, idle_s: float) -> bytes:
         """The last message: the session."""

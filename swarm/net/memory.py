@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 import struct
+import types
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 from swarm.config import PeerConfig
 from swarm.errors import (
@@ -38,6 +41,8 @@ Latency: TypeAlias = Callable[[PeerId, PeerId, random.Random], float]
 
 _CONNECT_ROUND_TRIPS = 3  # TCP and TLS to fetch the certificate, TLS again on the pinned channel
 _ERROR_BYTES = 256
+_HELLO_BYTES = 256  # of a message of a modelled hello
+_SENT = struct.Struct("<dI8s8s")
 
 
 class MemoryNetwork:
@@ -47,6 +52,8 @@ class MemoryNetwork:
         seed: Of the network's own randomness (latency jitter, loss).
         latency: One-way delay in seconds: a number, or a function of (source, destination, random generator).
         bandwidth_bytes_s: Rate of every one-way path; none is unlimited.
+        modelled_hello: Hellos take as many round trips and go through the same authorizers, sessions and limits, but
+            nothing is signed: identities are taken from the transports. For runs of thousands of peers.
 
     Attributes:
         drop_probability: Each message is lost with this probability; the call then waits for its deadline.
@@ -56,7 +63,15 @@ class MemoryNetwork:
         messages: How many messages were sent.
     """
 
-    def __init__(self, seed: int = 0, latency: float | Latency = 0.005, bandwidth_bytes_s: float | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        latency: float | Latency = 0.005,
+        bandwidth_bytes_s: float | None = None,
+        *,
+        modelled_hello: bool = False,
+    ) -> None:
+        self.modelled_hello = modelled_hello
         self.rng = random.Random(f"network {seed}")
         self.latency: float | Latency = latency
         self.bandwidth_bytes_s = bandwidth_bytes_s
@@ -69,7 +84,7 @@ class MemoryNetwork:
         self._hosts = 0
         self._group_of: dict[PeerId, int] | None = None
         self._frozen: dict[PeerId, list[Callable[[], None]]] = {}
-        self._killed: dict[PeerId, None] = {}
+        self._killed: dict[PeerId, bool] = {}
 
     # -- observation -----------------------------------------------------------------------------------------------
 
@@ -94,12 +109,17 @@ class MemoryNetwork:
         for deliver in self._frozen.pop(peer_id, []):
             deliver()
 
-    def kill(self, peer_id: PeerId) -> None:
-        """End a peer without a word: its connections break, nobody answers at its address, it sends nothing more."""
-        self._killed[peer_id] = None
+    def kill(self, peer_id: PeerId, *, silent: bool = False) -> None:
+        """End a peer without a word: its tasks end, its connections break, it sends nothing more.
+
+        Args:
+            silent: Its machine is gone, not only its process: who calls it waits for an answer in vain, where otherwise
+                the connection breaks or is refused.
+        """
+        self._killed[peer_id] = silent
         self.thaw(peer_id)
         for transport in [t for t in self._listeners.values() if t.peer_id == peer_id]:
-            transport.die()
+            transport.kill(silent=silent)
 
     # -- used by transports ----------------------------------------------------------------------------------------
 
@@ -110,7 +130,8 @@ class MemoryNetwork:
             host = f"10.{self._hosts >> 8 & 255}.{self._hosts & 255}.1"
             port = port or 7000
         address = f"{host}:{port or 10_000 + self._hosts}"
-        if address in self._listeners:
+        holder = self._listeners.get(address)
+        if holder is not None and not self._killed.get(holder.peer_id):
             raise PortInUseError(f"Another peer listens on {address}.", fix="Choose another port, or 0 for a free one.")
         self._listeners[address] = transport
         self._killed.pop(transport.peer_id, None)
@@ -127,12 +148,12 @@ class MemoryNetwork:
             raise PeerUnreachableError(f"Nobody listens at {address}.", fix="Check that the peer runs.")
         return listener
 
-    def transmit(self, source: PeerId, target: PeerId, path: str, size: int) -> float | None:
+    def transmit(self, source: PeerId, target: PeerId, path: str, size: int, lost: bool = False) -> float | None:
         """Account for one message; returns its delay in seconds, or none when it is lost."""
         self.messages += 1
         now = asyncio.get_running_loop().time()
-        self._digest.update(struct.pack("<dI8s8s", now, size, source.digest, target.digest) + path.encode())
-        if self._killed and (source in self._killed or target in self._killed):
+        self._digest.update(_SENT.pack(now, size, source.digest, target.digest) + path.encode())
+        if lost or (self._killed and (source in self._killed or target in self._killed)):
             return None
         groups = self._group_of
         if groups is not None and groups.get(source, 0) != groups.get(target, 0):
@@ -143,21 +164,45 @@ class MemoryNetwork:
         delay = latency(source, target, self.rng) if callable(latency) else latency
         return delay + size / self.bandwidth_bytes_s if self.bandwidth_bytes_s else delay
 
-    async def carry(self, source: PeerId, target: PeerId, path: str, size: int, lost: bool = False) -> None:
+    def transmit_all(self, ways: Sequence[tuple[PeerId, PeerId]], size: int = 0, *, lost: bool = False) -> float | None:
+        """The messages of a modelled hello that follow each other; their delay together, none when one is lost."""
+        total_s = 0.0
+        for source, target in ways:
+            delay_s = self.transmit(source, target, HELLO_PATH, size, lost)
+            if delay_s is None:
+                return None
+            total_s += delay_s
+        return total_s
+
+    def is_silent(self, peer_id: PeerId) -> bool:
+        """Whether a peer was killed with its machine."""
+        return self._killed.get(peer_id, False)
+
+    async def carry(self, source: PeerId, target: PeerId, path: str, size: int) -> None:
         """Return when a message of this size has arrived; never if it is lost."""
-        delay = self.transmit(source, target, path, size)
-        if delay is None or lost:
-            await asyncio.get_running_loop().create_future()
-        await asyncio.sleep(delay)
+        await self.arrive(source, target, self.transmit(source, target, path, size), math.inf)
+
+    async def arrive(self, source: PeerId, target: PeerId, delay_s: float | None, end_s: float) -> None:
+        """Wait for a message that was sent just now; none as its delay says that it is lost.
+
+        Raises:
+            TimeoutError: It has not arrived by `end_s` (loop time).
+        """
+        loop = asyncio.get_running_loop()
+        if delay_s is None or loop.time() + delay_s > end_s:
+            await asyncio.sleep(end_s - loop.time()) if end_s < math.inf else await loop.create_future()
+            raise TimeoutError
+        await asyncio.sleep(delay_s)
         if self._frozen:
-            thawed = asyncio.get_running_loop().create_future()
+            thawed = loop.create_future()
 
             def deliver() -> None:
                 if not thawed.done() and not self.hold(source, target, deliver):
                     thawed.set_result(None)
 
             deliver()
-            await thawed
+            async with asyncio.timeout_at(None if end_s == math.inf else end_s):
+                await thawed
 
     def hold(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> bool:
         """Whether a message must wait; `deliver` is then called again when the frozen peer thaws."""
@@ -264,8 +309,21 @@ class MemoryTransport(BaseTransport):
 
     def die(self) -> None:
         """Break everything at once, without a word to anybody."""
-        self.listening = False
         self.network.unbind(self._address, self)
+        self._stop()
+
+    def kill(self, *, silent: bool) -> None:
+        """End this peer: what it has under way stops at once, nothing more can be begun. See `MemoryNetwork.kill`."""
+        self._closed = True
+        if not silent:
+            self.network.unbind(self._address, self)
+        self._stop()
+        for task in self._connecting.values():
+            task.cancel()
+        self.runtime.abandon_tasks()
+
+    def _stop(self) -> None:
+        self.listening = False
         for stop in list(self._running.values()):
             stop()
         for stream in list(self._own_streams):
@@ -286,9 +344,10 @@ class MemoryTransport(BaseTransport):
     async def _open_hello(self, address: str, expect: PeerId | None) -> AsyncIterator[_Line]:
         network = self.network
         listener = network.listener(address)
-        lost = bool(network.lose_call())
+        if network.lose_call():
+            await asyncio.get_running_loop().create_future()
         for _ in range(_CONNECT_ROUND_TRIPS):
-            await network.carry(self.peer_id, listener.peer_id, "connect", 0, lost)
+            await network.carry(self.peer_id, listener.peer_id, "connect", 0)
             await network.carry(listener.peer_id, self.peer_id, "connect", 0)
         listener = network.listener(address)
         service = listener._listen_to_hello(self._address)
@@ -297,28 +356,74 @@ class MemoryTransport(BaseTransport):
         finally:
             service.close()
 
+    async def _hello(self, address: str, expect: PeerId | None) -> HeldSession:
+        network = self.network
+        if not network.modelled_hello or network.corrupt is not None:
+            return await super()._hello(address, expect)
+        patience_s = self.config.transport.connect_timeout_s
+        try:
+            return await self._modelled_hello(address, expect, asyncio.get_running_loop().time() + patience_s)
+        except TimeoutError as error:
+            raise PeerUnreachableError(f"No hello with {address} within {patience_s:g} s.") from error
+
+    async def _modelled_hello(self, address: str, expect: PeerId | None, end_s: float) -> HeldSession:
+        """A hello whose proofs are taken for granted. Raises `TimeoutError` after `end_s`, and what `_hello` raises."""
+        network, ours = self.network, self.peer_id
+        listener = network.listener(address)
+        theirs = listener.peer_id
+        lost = bool(network.lose_call())
+        there, back = (ours, theirs), (theirs, ours)
+        await network.arrive(ours, theirs, network.transmit_all([there, back] * _CONNECT_ROUND_TRIPS, lost=lost), end_s)
+        if network.listener(address) is not listener or not listener.listening:
+            raise PeerUnreachableError(f"Nobody listens at {address}.", fix="Check that the peer runs.")
+        if expect is not None and theirs != expect:
+            raise identity_mismatch(address, expect, theirs)
+        service = listener._listen_to_hello(self._address)
+        try:
+            delay_s = network.transmit_all([there, back, there], _HELLO_BYTES)
+            await network.arrive(ours, theirs, delay_s, end_s)
+            if not listener.listening:
+                raise ConnectionLostError(f"Peer {theirs.short} went away during hello.")
+            self.authorizer.admit(theirs, listener.identity.public_key, listener.authorizer.credential())
+            failure: SwarmError | None = None
+            try:
+                token = service.take_for_granted(self.run_id, self.identity.public_key, self.authorizer.credential())
+            except SwarmError as error:
+                failure = error_from_wire(error.to_wire(), str(theirs))
+            await network.arrive(theirs, ours, network.transmit(theirs, ours, HELLO_PATH, _HELLO_BYTES), end_s)
+            if failure is not None:
+                raise failure
+        finally:
+            service.close()
+        return self._hold(HeldSession(theirs, address, token, listener.contact.addresses))
+
     async def _exchange(self, held: HeldSession, path: str, data: bytes, budget_s: float) -> bytes:
         network, ours, theirs = self.network, self.peer_id, held.peer_id
+        end_s = asyncio.get_running_loop().time() + budget_s
+        lost = network.lose_call()
+        failure: SwarmError | None = None
+        reply = b""
         try:
-            async with asyncio.timeout(budget_s):
-                listener = self._pinned(held)
-                lost = network.lose_call()
-                await network.carry(ours, theirs, path, len(data), lost == "request")
-                if not listener.listening:
-                    raise ConnectionLostError(f"The connection to peer {theirs.short} broke.")
-                try:
-                    reply = await _interruptible(
-                        listener, listener._answer(path, held.token, network.alter(ours, theirs, path, data))
-                    )
-                except _StoppedError:
-                    raise ConnectionLostError(f"The connection to peer {theirs.short} broke.") from None
-                except SwarmError as error:
-                    await network.carry(theirs, ours, path, _ERROR_BYTES, lost == "answer")
-                    raise error_from_wire(error.to_wire(), str(theirs)) from None
-                await network.carry(theirs, ours, path, len(reply), lost == "answer")
-                return network.alter(theirs, ours, path, reply)
+            listener = self._pinned(held)
+            await network.arrive(
+                ours, theirs, network.transmit(ours, theirs, path, len(data), lost == "request"), end_s
+            )
+            if not listener.listening:
+                raise ConnectionLostError(f"The connection to peer {theirs.short} broke.")
+            answer = listener._answer(path, held.token, network.alter(ours, theirs, path, data))
+            try:
+                reply = await _watched(answer, listener, end_s)
+            except SwarmError as error:
+                failure = error_from_wire(error.to_wire(), str(theirs))
+            size = _ERROR_BYTES if failure is not None else len(reply)
+            await network.arrive(theirs, ours, network.transmit(theirs, ours, path, size, lost == "answer"), end_s)
+        except _StoppedError:
+            raise ConnectionLostError(f"The connection to peer {theirs.short} broke.") from None
         except TimeoutError:
             raise CallTimeoutError(f"Peer {theirs.short} did not answer {path} within {budget_s:.3g} s.") from None
+        if failure is not None:
+            raise failure
+        return network.alter(theirs, ours, path, reply)
 
     def _pinned(self, held: HeldSession) -> MemoryTransport:
         """Who listens where a session was granted. Raises `PeerUnreachableError`, `IdentityMismatchError`."""
@@ -370,25 +475,45 @@ class _StoppedError(Exception):
     """The serving side stopped while a handler ran."""
 
 
-async def _interruptible(listener: MemoryTransport, answer: Coroutine[Any, Any, bytes]) -> bytes:
-    """Run a handler inline in the caller's task, where the serving side can still end it as `asyncio.timeout` does."""
+@types.coroutine
+def _watched(answer: Coroutine[Any, Any, bytes], listener: MemoryTransport, end_s: float) -> Generator[Any, Any, bytes]:
+    """Run a handler in the caller's task, where the serving side and the deadline can end it as `asyncio.timeout` does.
+
+    Most handlers never wait: those cost neither a timer nor a place in the listener's books.
+    """
+    try:
+        waits_for = answer.send(None)
+    except StopIteration as end:
+        return cast(bytes, end.value)
     task = asyncio.current_task()
     assert task is not None
-    cancelling, stopped = task.cancelling(), False
+    cancelling, reason = task.cancelling(), ""
 
-    def stop() -> None:
-        nonlocal stopped
-        if not stopped:
-            stopped = True
+    def stop(why: str) -> None:
+        nonlocal reason
+        if not reason:
+            reason = why
             task.cancel()
 
     key = object()
-    listener.started(key, stop)
+    listener.started(key, partial(stop, "stopped"))
+    timer = asyncio.get_running_loop().call_at(end_s, stop, "expired")
     try:
-        return await answer
+        while True:  # as `yield from` would, whose first step has been made
+            try:
+                sent = yield waits_for
+            except BaseException as error:  # noqa: BLE001 - the handler gets whatever is thrown into its task
+                waits_for = answer.throw(error)
+            else:
+                waits_for = answer.send(sent)
+    except StopIteration as end:
+        return cast(bytes, end.value)
     except asyncio.CancelledError:
-        if stopped and task.uncancel() <= cancelling:
-            raise _StoppedError from None
-        raise
+        if not reason or task.uncancel() > cancelling:
+            raise
+        if reason == "expired" or listener.network.is_silent(listener.peer_id):
+            raise TimeoutError from None
+        raise _StoppedError from None
     finally:
+        timer.cancel()
         listener.finished(key)

@@ -7,20 +7,32 @@ hand to its codec pool runs inline and costs modelled time.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import random
-import selectors
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 from swarm.clock import LoopClock
 from swarm.runtime import Runtime
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 WALL_EPOCH_S = 1_700_000_000.0
 _CHECK_EVERY = 1024
+_SWEEP_CANCELLED = 512
+
+
+class _BaseLoop(asyncio.BaseEventLoop):
+    """What asyncio's loops have in common and typeshed does not tell."""
+
+    _ready: deque[asyncio.Handle]
+    _stopping: bool
+    _check_closed: Callable[[], None]
 
 
 class VirtualDeadlockError(RuntimeError):
@@ -31,56 +43,81 @@ class VirtualRunTooLongError(RuntimeError):
     """The run used more real time than it was given."""
 
 
-class _JumpingSelector(selectors.BaseSelector):
-    """Instead of waiting for sockets, moves the loop's clock forward."""
+class VirtualLoop(_BaseLoop):
+    """An event loop in virtual time, without sockets. `loop.time()` starts at zero; `seed` is for whoever builds
+    runtimes on it.
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.real_deadline_s: float | None = None
-        self._turns = 0
-        self._keys: dict[Any, selectors.SelectorKey] = {}
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        key = selectors.SelectorKey(fileobj, -1, events, data)  # the loop's own wake-up socket; never polled
-        self._keys[fileobj] = key
-        return key
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise VirtualDeadlockError("Every task waits and no timer is set.")
-        if timeout > 0:
-            self.now_s += timeout
-        self._turns += 1
-        if (
-            self.real_deadline_s is not None
-            and self._turns % _CHECK_EVERY == 0
-            and time.monotonic() > self.real_deadline_s
-        ):
-            raise VirtualRunTooLongError(f"Out of real time after {self.now_s:.1f} virtual seconds.")
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time. `loop.time()` starts at zero; `seed` is for whoever builds runtimes on it."""
+    Callbacks that are due at the same time run in the order in which they were scheduled.
+    """
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__()
         self.seed = seed
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-        self._clock_resolution = 1e-9
+        self._now_s = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._scheduled_count = 0
+        self._cancelled_count = 0
+        self._turns = 0
+        self._real_deadline_s: float | None = None
 
     def time(self) -> float:
-        return self._jumping.now_s
+        return self._now_s
 
     def limit_real_time(self, seconds: float | None) -> None:
         """Raise `VirtualRunTooLongError` out of the loop when it runs longer than this in real time from now on."""
-        self._jumping.real_deadline_s = None if seconds is None else time.monotonic() + seconds
+        self._real_deadline_s = None if seconds is None else time.monotonic() + seconds
+
+    # asyncio's own timers are compared in Python, by their time alone; tuples are compared in C, ties in order
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        self._check_closed()
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._scheduled_count += 1
+        heapq.heappush(self._timers, (when, self._scheduled_count, timer))
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._cancelled_count += 1  # some of them have run or left already: this only decides when to sweep
+        if self._cancelled_count > _SWEEP_CANCELLED and self._cancelled_count > len(self._timers) // 2:
+            self._timers[:] = [timer for timer in self._timers if timer[2] is not handle and not timer[2]._cancelled]
+            heapq.heapify(self._timers)
+            self._cancelled_count = 0
+
+    def _run_once(self) -> None:
+        """One turn: move the clock if nothing is ready, then run what is. Called by `run_forever`."""
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not ready and not self._stopping:
+            if not timers:
+                raise VirtualDeadlockError("Every task waits and no timer is set.")
+            self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heapq.heappop(timers)[2])
+        self._turns += 1
+        if (
+            self._turns % _CHECK_EVERY == 0
+            and self._real_deadline_s is not None
+            and time.monotonic() > self._real_deadline_s
+        ):
+            raise VirtualRunTooLongError(f"Out of real time after {self._now_s:.1f} virtual seconds.")
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There are no sockets."""
+
+    def _write_to_self(self) -> None:
+        """Nothing ever blocks the loop, so that nothing has to wake it up."""
 
 
 class VirtualRuntime(Runtime):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -28,7 +28,7 @@ from swarm.errors import BootstrapError
 from swarm.identity import KeyPair, PeerId
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.security import OpenAuthorizer
-from swarm.net.transport import Transport
+from swarm.net.transport import Contact, Transport
 from swarm.roles import ALL_ROLES
 from swarm.runtime import Runtime
 from swarm.simulation.virtual import VirtualLoop, VirtualRuntime
@@ -76,7 +76,9 @@ class VirtualDht:
         low_s, high_s = latency_s
         self.seed = seed
         self.config = config or PeerConfig.preset("wan")
-        self.network = MemoryNetwork(seed, lambda source, target, rng: rng.uniform(low_s, high_s))
+        self.network = MemoryNetwork(
+            seed, lambda source, target, rng: low_s + (high_s - low_s) * rng.random(), modelled_hello=True
+        )
         self.network.call_loss = loss
         self.rng = random.Random(f"scenario {seed}")
         self.peers: list[Endpoint] = []
@@ -123,33 +125,53 @@ class VirtualDht:
     async def _join(self) -> Endpoint:
         number = self._made
         self._made += 1
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
         identity = KeyPair.from_private_bytes(hashlib.sha256(f"virtual peer {self.seed}/{number}".encode()).digest())
         skew_s = random.Random(f"skew {self.seed}/{number}").uniform(-0.5, 0.5) * self._clock_skew_s
-        runtime = VirtualRuntime(loop, self.seed, str(number), wall_offset_s=skew_s)
-        transport = MemoryTransport(
-            identity, OpenAuthorizer(self._run_id, ALL_ROLES), self.config, runtime, self.network
-        )
         builder = self._make(number) if self._make else None
+        return await self.admit(identity, str(number), builder=builder, skew_s=skew_s)
+
+    async def admit(
+        self,
+        identity: KeyPair,
+        name: str,
+        *,
+        config: PeerConfig | None = None,
+        builder: Builder | None = None,
+        skew_s: float = 0.0,
+        through: Sequence[Contact] = (),
+    ) -> Endpoint:
+        """Have one more peer join.
+
+        Args:
+            identity: Who it is.
+            name: Of its stream of randomness.
+            config: Its settings; everybody's by default.
+            builder: Makes its DHT.
+            skew_s: Its wall clock is fast by this.
+            through: Whom it is told of; a few random peers by default.
+        """
+        loop, config = asyncio.get_running_loop(), config or self.config
+        assert isinstance(loop, VirtualLoop)
+        runtime = VirtualRuntime(loop, self.seed, name, wall_offset_s=skew_s)
+        transport = MemoryTransport(identity, OpenAuthorizer(self._run_id, ALL_ROLES), config, runtime, self.network)
         if builder is not None:
             self._built[identity.peer_id] = None
         await transport.start()
-        dht = (builder or Dht)(transport, self.config.dht, runtime)
+        dht = (builder or Dht)(transport, config.dht, runtime)
         await dht.start()
         peer = Endpoint(
             run_id=self._run_id,
             roles=ALL_ROLES,
             identity=identity,
-            config=self.config,
+            config=config,
             runtime=runtime,
             transport=transport,
             dht=dht,
         )
         for attempt in range(ATTEMPTS):
-            known = [p.contact for p in self.rng.sample(self.peers, min(CONTACTS, len(self.peers)))]
+            some = self.rng.sample(self.peers, min(CONTACTS, len(self.peers)))
             try:
-                await dht.bootstrap(known)
+                await dht.bootstrap(through or [p.contact for p in some])
                 break
             except BootstrapError:
                 if attempt == ATTEMPTS - 1:
@@ -157,10 +179,10 @@ class VirtualDht:
         self.peers.append(peer)
         return peer
 
-    def kill(self, peer: Endpoint) -> None:
-        """End a peer without a word."""
+    def kill(self, peer: Endpoint, *, silent: bool = False) -> None:
+        """End a peer without a word; if `silent`, its machine too, so that calls to it are not refused but time out."""
         self.peers.remove(peer)
-        self.network.kill(peer.peer_id)
+        self.network.kill(peer.peer_id, silent=silent)
 
     async def leave(self, peer: Endpoint) -> None:
         """Have a peer withdraw its records and go."""
