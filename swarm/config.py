@@ -92,6 +92,12 @@ class DhtConfig(_Section):
     """Records held of one author."""
     max_entries_per_key: int = Field(4096, gt=0)
     """Entries held of one key."""
+    max_entries_per_key_and_author: int = Field(1024, gt=0)
+    """Entries held of one author under one key."""
+    max_total_bytes: int = Field(256 * MIB, gt=0)
+    """Memory that all held records may take, with what Python adds to them."""
+    max_work_per_s: float = Field(500.0, gt=0)
+    """Work accepted from one peer id a second, with bursts of 20 s worth: a call is 1, a record 1, a target 0.25."""
     max_version_floors: int = Field(100_000, gt=0)
     """Versions remembered of records that have expired, so that old ones cannot be replayed."""
     maintenance_s: float = Field(30.0, gt=0)
@@ -161,6 +167,8 @@ class AveragingConfig(_Section):
     """Budget of one round after its group is sealed."""
     chunk_timeout_s: float = Field(10.0, gt=0)
     """Patience for the next chunk of a member before it is dropped for the rest of the round."""
+    sends_only: bool = False
+    """Average without reducing a part for others: for a peer with little upload, or one that others cannot reach."""
 
 
 class PeerConfig(_Section):

@@ -5,31 +5,43 @@ nearest that are alive have answered (Kademlia, Maymounkov and Mazieres 2002), w
 requests in flight at all times instead of waiting for the slowest of a batch, and a peer that takes long is no longer
 counted among the nearest, while its answer is still welcome. A crawl runs several lookups at once and asks one peer
 about all positions that it is near to in one request.
+
+A read ends early, when the nearest that are alive all say the same: no two stale replicas can outvote a nearer peer
+that has not answered. Large keys travel once: replicas answer by a digest, one is asked for the entries, and the others
+count as soon as their digest is that of entries already here.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import itemgetter
 
 from kademlia.node import Node, NodeHeap
 
+from swarm.dht.digests import digest_of
 from swarm.dht.records import Copy, EntryId, merge
 from swarm.dht.routing import ID_BYTES, PeerNode
+from swarm.errors import MalformedFrameError
 
 MAX_CANDIDATES = 256
 """Peers that one lookup considers; the farthest beyond are forgotten."""
 MAX_BATCH = 64
 """Positions in one request."""
+MAX_IN_FLIGHT = 64
+"""Requests of one crawl that are under way at a time."""
+INLINE_BYTES = 4096
+"""Entries of a key that are larger together are first answered by their digest."""
 
 
 class State(Enum):
     NEW = auto()
     ASKED = auto()
     SLOW = auto()
+    TOLD = auto()
+    """It answered by a digest of entries that are not known here yet."""
     ANSWERED = auto()
     FAILED = auto()
 
@@ -73,6 +85,9 @@ class Lookup:
         self._state: dict[bytes, State] = {}
         self._asked = 0
         self._slow = 0
+        self._depth: dict[bytes, int] = {}
+        """Of candidates that were not known from the start: so many answers led there."""
+        self._answered: dict[bytes, None] = {}
         if me is not None:
             self._candidates.push([me])
             self._state[me.id] = State.ANSWERED
@@ -99,7 +114,12 @@ class Lookup:
         window = self.window()
         if any(self.state(node) is not State.ANSWERED for node in window):
             return False
-        return bool(window) or not self._slow
+        return bool(self._answered) or not self._slow
+
+    @property
+    def depth(self) -> int:
+        """Requests in a row that it took to learn of the nearest that answered; 0 if only we ourselves did."""
+        return max((self._depth.get(node.id, 1) for node in self.nearest() if node.id in self._answered), default=0)
 
     def window(self) -> list[PeerNode]:
         """The `width` nearest candidates that have not failed and are not slow."""
@@ -127,8 +147,14 @@ class Lookup:
         return found
 
     def answered(self, node: PeerNode, nearer: Iterable[PeerNode]) -> None:
-        self._leave(node, State.ANSWERED)
-        self._candidates.push(nearer)
+        self._hear(node, State.ANSWERED, nearer)
+
+    def _hear(self, node: PeerNode, state: State, nearer: Iterable[PeerNode]) -> None:
+        self._leave(node, state)
+        self._answered[node.id] = None
+        new = [n for n in nearer if n not in self._candidates]
+        self._candidates.push(new)
+        self._depth.update(dict.fromkeys((n.id for n in new), self._depth.get(node.id, 1) + 1))
 
     def failed(self, node: PeerNode) -> None:
         self._leave(node, State.FAILED)
@@ -148,6 +174,30 @@ class Lookup:
         self._state[node.id] = state
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a replica says of its entries without sending them.
+
+    Attributes:
+        digest: Of all of them.
+        lifetimes_s: What is left of each, in order of author and subkey.
+        now_s: Local time from which the lifetimes count.
+    """
+
+    digest: bytes
+    lifetimes_s: Sequence[float]
+    now_s: float
+
+    def copies(self, entries: Mapping[EntryId, Copy]) -> dict[EntryId, Copy]:
+        """Entries of this digest (in order) with the replica's lifetimes. Raises `MalformedFrameError`."""
+        if len(entries) != len(self.lifetimes_s):
+            raise MalformedFrameError(f"An answer has {len(self.lifetimes_s)} lifetimes for {len(entries)} entries.")
+        return {
+            entry_id: Copy(copy.record, self.now_s + min(lifetime_s, copy.record.ttl_ms / 1000))
+            for (entry_id, copy), lifetime_s in zip(entries.items(), self.lifetimes_s, strict=True)
+        }
+
+
 class Read(Lookup):
     """A lookup of the records of one key.
 
@@ -155,22 +205,35 @@ class Read(Lookup):
         key: The key.
         own: What we hold of it ourselves, as one of the replicas; none when we do not count.
         authored: Our own records of the key, which are merged in but do not count as a replica.
-        agreement: Replicas that must hold exactly the merged union for an early end; 0 asks all `width`.
+        agreement: So many of the nearest that are alive must hold exactly the merged union for an early end; 0 asks all
+            `width`.
         wide: How many must have answered before the key counts as empty.
+        known: Entries from an earlier read, which need not travel again where replicas still hold just these.
     """
 
     def __init__(
         self, key: str, target: int, width: int, seeds: Iterable[PeerNode], *, me: PeerNode, own: Sequence[Copy],
-        authored: Sequence[Copy], agreement: int, wide: int = 0,
+        authored: Sequence[Copy], agreement: int, wide: int = 0, known: Sequence[Copy] = (),
     ) -> None:  # fmt: skip
         self.merged: dict[EntryId, Copy] = merge([*own, *authored])
         self._wide = max(width, wide)
         super().__init__(target, width, seeds, me)
         self.key = key
+        self._me = me
         self._agreement = agreement
         self._replies: dict[bytes, dict[EntryId, Copy]] = {me.id: merge(own)}
-        self._authored = list(authored)
-        self._agreed = False
+        self._authored = merge(authored)
+        self._sets: dict[bytes, dict[EntryId, Copy]] = {}
+        """Entries by their digest, as far as others may answer by it."""
+        self._told: dict[bytes, tuple[PeerNode, Told]] = {}
+        self._whole: dict[bytes, None] = {}
+        """Who is asked for all entries, having answered by a digest before."""
+        self._learned: dict[bytes, None] = {}
+        self._digest: bytes | None = None
+        self._agreed: bool | None = False
+        if known:
+            self._learn(merge(known))
+        self._known_digest = next(iter(self._sets), b"")
 
     @property
     def width(self) -> int:
@@ -178,35 +241,141 @@ class Read(Lookup):
 
     @property
     def satisfied(self) -> bool:
+        if self._agreed is None:
+            self._agreed = self._agree()
         return self._agreed
+
+    def _agree(self) -> bool:
+        """Whether the nearest that are alive, as many as `agreement` says, all hold just the union."""
+        near = self.window()[: self._agreement]
+        if not self.merged or not near or len(near) < self._agreement:
+            return False
+        union = _ranks(self.merged)
+        replies = [self._replies.get(node.id) for node in near]
+        return all(reply is not None and _ranks(reply) == union for reply in replies)
+
+    def next(self, parallelism: int) -> list[PeerNode]:
+        self._resolve()
+        return super().next(parallelism)
+
+    def want(self, node: PeerNode) -> tuple[bytes, int]:
+        """What to tell a peer that is asked now: the digest of what is known, and up to which size it should answer
+        by records where its digest differs (0: whatever their size)."""
+        if self._digest is None:
+            self._digest = self._learn(self.merged) if self.merged else self._known_digest
+        return self._digest, 0 if node.id in self._whole else INLINE_BYTES
 
     def reply(self, node: PeerNode, copies: Sequence[Copy], nearer: Iterable[PeerNode]) -> None:
         """A replica answered with these checked copies."""
+        self._take(node, merge(copies))
         self.answered(node, nearer)
-        self._replies[node.id] = merge(copies)
-        merge(copies, self.merged)
-        if self._agreement and self.merged:
-            union = {entry_id: copy.record.rank for entry_id, copy in self.merged.items()}
-            agreeing = 0
-            for holder in self.window():
-                reply = self._replies.get(holder.id)
-                if reply is not None and {e: c.record.rank for e, c in reply.items()} == union:
-                    agreeing += 1
-            self._agreed = agreeing >= self._agreement
+
+    def told(self, node: PeerNode, told: Told, nearer: Iterable[PeerNode]) -> None:
+        """A replica answered by a digest.
+
+        Raises:
+            MalformedFrameError: It names other entries than those that the digest stands for.
+        """
+        held = self._sets.get(told.digest)
+        if held is not None:
+            self._take(node, told.copies(held))
+            self.answered(node, nearer)
+        elif node.id in self._whole:
+            raise MalformedFrameError("A peer that was asked for entries answered by a digest.")
+        else:
+            self._told[node.id] = (node, told)
+            self._hear(node, State.TOLD, nearer)
+
+    def _take(self, node: PeerNode, held: dict[EntryId, Copy]) -> None:
+        self._replies[node.id] = held
+        before = _ranks(self.merged)
+        merge(held.values(), self.merged)
+        if _ranks(self.merged) != before:
+            self._digest = None
+
+    def _learn(self, entries: Mapping[EntryId, Copy]) -> bytes:
+        digest = digest_of(entries.values())
+        self._sets[digest] = dict(sorted(entries.items()))
+        return digest
+
+    def _resolve(self) -> None:
+        """Turn digests into entries, or choose a replica to ask for them."""
+        if not self._told:
+            return
+        for node_id, held in self._replies.items():
+            if held and node_id not in self._learned:
+                self._learned[node_id] = None
+                self._learn(held)
+        for node, told in list(self._told.values()):
+            if told.digest in self._sets:
+                del self._told[node.id]
+                try:
+                    self._take(node, told.copies(self._sets[told.digest]))
+                except MalformedFrameError:
+                    self._leave(node, State.FAILED)
+                else:
+                    self._leave(node, State.ANSWERED)
+        window = self.window()
+        asking = any(n.id in self._whole and self.state(n) in (State.NEW, State.ASKED) for n in window)
+        waiting = [n for n in window if self.state(n) is State.TOLD]
+        if waiting and not asking:
+            del self._told[waiting[0].id]
+            self._whole[waiting[0].id] = None
+            self._leave(waiting[0], State.NEW)
+
+    def _leave(self, node: PeerNode, state: State) -> None:
+        super()._leave(node, state)
+        self._agreed = None if self._agreement else False
+
+    def result(self) -> dict[EntryId, Copy]:
+        """The union, each entry with the (lower) median of the lifetimes that its replicas name.
+
+        A replica that lies about lifetimes, be it to keep what has ended or to end what lives, moves the median by at
+        most one place.
+        """
+        result: dict[EntryId, Copy] = {}
+        for entry_id, copy in self.merged.items():
+            authored = self._authored.get(entry_id)
+            if authored is not None and authored.record.rank == copy.record.rank:
+                result[entry_id] = authored
+                continue
+            ends = sorted(held.expires_s for held in self._of(entry_id) if held.record.rank == copy.record.rank)
+            result[entry_id] = Copy(copy.record, ends[(len(ends) - 1) // 2])
+        return result
+
+    def _of(self, entry_id: EntryId) -> list[Copy]:
+        return [reply[entry_id] for reply in self._replies.values() if entry_id in reply]
+
+    def doubtful(self) -> list[EntryId]:
+        """Entries, not our own, that most replicas do not have: they may not have them yet, or have seen them end."""
+        replies = [self._replies.get(n.id, {}) for n in self.window() if self.state(n) is State.ANSWERED]
+        own = self._replies[self._me.id]
+        return [
+            entry_id
+            for entry_id in self.merged
+            if entry_id not in self._authored
+            and entry_id not in own
+            and 2 * sum(entry_id in reply for reply in replies) < len(replies)
+        ]
 
     def stale(self) -> list[tuple[PeerNode, list[Copy]]]:
         """Replicas among the nearest that lack something of the union, with what they lack."""
-        result: list[tuple[PeerNode, list[Copy]]] = []
+        lacked: list[tuple[PeerNode, list[Copy]]] = []
+        union = self.result()
         for node in self.window():
             if self.state(node) is not State.ANSWERED:
                 continue
             reply = self._replies.get(node.id, {})
             lacking = [
-                c for e, c in self.merged.items() if (held := reply.get(e)) is None or held.record.rank < c.record.rank
+                c for e, c in union.items() if (held := reply.get(e)) is None or held.record.rank < c.record.rank
             ]
             if lacking:
-                result.append((node, lacking))
-        return result
+                lacked.append((node, lacking))
+        return lacked
+
+
+def _ranks(entries: Mapping[EntryId, Copy]) -> dict[EntryId, tuple[int, bytes]]:
+    return {entry_id: copy.record.rank for entry_id, copy in entries.items()}
 
 
 @dataclass(eq=False, slots=True)
@@ -233,11 +402,17 @@ class Crawl:
     def done(self) -> bool:
         return all(lookup.done for lookup in self.lookups)
 
-    def next(self) -> list[Ask]:
-        """Requests to send now, one for each peer and at most `MAX_BATCH` positions."""
+    def next(self, room: int = MAX_IN_FLIGHT) -> list[Ask]:
+        """Requests to send now, one for each peer and at most `MAX_BATCH` positions.
+
+        Args:
+            room: Lookups wait for later once so many requests are to be sent.
+        """
         asks: dict[bytes, Ask] = {}
         full: list[Ask] = []
         for lookup in self.lookups:
+            if len(full) + len(asks) >= room:
+                break
             for node in lookup.next(self._parallelism):
                 ask = asks.setdefault(node.id, Ask(node))
                 ask.lookups.append(lookup)

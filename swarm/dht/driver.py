@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from swarm.dht.crawl import Ask, Crawl
+from swarm.dht.crawl import MAX_IN_FLIGHT, Ask, Crawl
 from swarm.errors import SwarmError
-from swarm.runtime import Runtime, TaskFailed
+from swarm.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -34,15 +34,13 @@ class Driver:
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task that `close` ends; its failure becomes an event."""
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        task = self._runtime.spawn(coroutine, name)
         self._tasks[task] = None
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._runtime.emit(TaskFailed(task=task.get_name(), reason=repr(error)))
 
     async def drive(self, crawl: Crawl, send: Callable[[Ask], Awaitable[None]]) -> None:
         """Run a crawl to its end.
@@ -74,7 +72,7 @@ class Driver:
                 results.put_nowait(ask)
 
         while True:
-            for ask in crawl.next():
+            for ask in crawl.next(MAX_IN_FLIGHT - len(waiting)):
                 self.spawn(one(ask), "dht-ask")
                 waiting[ask] = loop.time() + self._patience_s
                 in_flight += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,20 +11,24 @@ from swarm.config import DhtConfig
 from swarm.dht.crawl import Ask, Crawl, Lookup, Read
 from swarm.dht.driver import Driver
 from swarm.dht.events import RecordRefused, UnderReplicated
-from swarm.dht.protocol import MAX_TARGETS, Protocol
+from swarm.dht.protocol import MAX_TARGETS, STORE, Protocol, Want
 from swarm.dht.records import Copy, EntryId, PlaceId, Refusal, position_of
 from swarm.dht.routing import AddressBook, PeerNode
 from swarm.dht.storage import Storage
-from swarm.errors import RecordRefusedError, SwarmError
+from swarm.errors import NotAuthorizedError, RecordRefusedError, SwarmError
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
 from swarm.runtime import Runtime
 
-AGREEMENT = 2
-"""Replicas among the nearest that must hold exactly the merged union for a read to end early."""
 SEARCH_FACTOR = 2
 """While not everybody is known, so many times `replication` peers must answer before a neighbourhood counts as found,
 or a key as empty. Fewer sometimes know only each other."""
+ENDED_KEPT = 4096
+"""Entries remembered that most of their replicas have seen end."""
+SHORTEST_S = 0.001
+"""What has less of its lifetime left is not worth sending."""
+VERIFY_AT_ONCE = 8
+"""Claims of callers about where they are that are verified at a time."""
 SPARE_CONTACTS = 3
 """Contacts asked for beyond `replication`, against dead ones among them."""
 
@@ -43,10 +49,26 @@ class Seek(Lookup):
         return any(node.long_id == self.target for node in self.nearest(1))
 
 
+@dataclass(slots=True)
+class DhtStats:
+    """What the operations of one peer have cost so far.
+
+    Attributes:
+        lookups: Positions looked up, by searches for peers, puts and reads alike.
+        depth_total: Sum of their depths: requests in a row that it took to learn of the nearest that answered.
+        messages: Requests sent for them and answers received; repairs and upkeep do not count.
+    """
+
+    lookups: int = 0
+    depth_total: int = 0
+    messages: int = 0
+
+
 class Operations:
     """Network operations of one peer, on the parts that it owns.
 
     Attributes:
+        stats: What they have cost.
         book: Who is known.
         storage: What is held.
         protocol: The calls.
@@ -68,6 +90,32 @@ class Operations:
         self.storage = storage
         self.protocol = protocol
         self.driver = driver
+        self.stats = DhtStats()
+        self._ended: OrderedDict[PlaceId, int] = OrderedDict()
+        self._verifying = 0
+        protocol.on_claim = self._on_claim
+
+    # Where callers are
+
+    def _on_claim(self, contact: Contact) -> asyncio.Task[None] | None:
+        if self._verifying >= VERIFY_AT_ONCE or not self.book.matters(contact):
+            return None
+        self.protocol.claims.begin(contact.peer_id)
+        return self.driver.spawn(self._verify(contact), "dht-verify")
+
+    async def _verify(self, contact: Contact) -> None:
+        self._verifying += 1
+        try:
+            await self.protocol.verify(contact)
+        finally:
+            self._verifying -= 1
+
+    async def verify_claims(self) -> None:
+        """Dial some of those who called us and for whom the table has a place."""
+        contacts = self.protocol.claims.take(VERIFY_AT_ONCE, lambda c: self.book.table.wants(PeerNode(c)))
+        await asyncio.gather(*(self._verify(contact) for contact in contacts))
+
+    # Searching
 
     def seeds(self, target: int) -> list[PeerNode]:
         """Known peers to start a lookup from."""
@@ -79,12 +127,19 @@ class Operations:
         count = min(self.config.bucket_size, width + SPARE_CONTACTS)
 
         async def send(ask: Ask) -> None:
+            self.stats.messages += 1
             found = await self.protocol.find(ask.node, [_position(lookup.target) for lookup in ask.lookups], count)
+            self.stats.messages += 1
             for lookup, part in zip(ask.lookups, found, strict=True):
                 lookup.answered(ask.node, part.nearest)
 
         if lookups:
             await self.driver.drive(Crawl(lookups, parallelism or self.config.parallelism), send)
+            self._count(lookups)
+
+    def _count(self, lookups: Sequence[Lookup]) -> None:
+        self.stats.lookups += len(lookups)
+        self.stats.depth_total += sum(lookup.depth for lookup in lookups)
 
     async def ask(self, node: PeerNode, targets: Sequence[int]) -> list[list[PeerNode]]:
         """Whom one peer knows near positions; empty if it does not answer."""
@@ -113,7 +168,15 @@ class Operations:
 
         While all peers are known, the copies go straight to the nearest peers, whose answers
         name any nearer ones: one round trip. Else a lookup comes first, so that no far peer is left with a copy.
+
+        Raises:
+            NotAuthorizedError: Our role does not write records.
         """
+        if not self.protocol.may_store:
+            raise NotAuthorizedError(
+                f"A peer with no role but {', '.join(sorted(self.protocol.roles)) or 'none'} reads records and writes none.",
+                fix=f"Join with an invite for one of the roles {', '.join(sorted(STORE.roles))}.",
+            )
         placed = {copy.record.place_id: Placed() for copy in copies}
         by_position: dict[int, list[Copy]] = {}
         for copy in copies:
@@ -123,14 +186,16 @@ class Operations:
         far = {} if table.complete else {p: Lookup(p, search, self.seeds(p), me) for p in by_position}
         if far:
             await self.lookup(list(far.values()))
-        stores = [Lookup(p, width, far[p].nearest(width) if p in far else self.seeds(p), me) for p in by_position]
+        stores = [Lookup(p, width, far[p].nearest() if p in far else self.seeds(p), me) for p in by_position]
         for store in stores:
             if me in store.window():
                 self._hold(by_position[store.target], placed)
 
         async def send(ask: Ask) -> None:
             batch = [copy for lookup in ask.lookups for copy in by_position[lookup.target]]
+            self.stats.messages += 1
             answers = iter(await self.protocol.store(ask.node, batch, 0 if far else width))
+            self.stats.messages += 1
             for lookup in ask.lookups:
                 nearer: list[PeerNode] = []
                 for copy in by_position[lookup.target]:
@@ -143,8 +208,9 @@ class Operations:
                         outcome.outdated_by = max(outcome.outdated_by, answer.record_version)
                 lookup.answered(ask.node, nearer)
 
-        if self.protocol.may_store:
-            await self.driver.drive(Crawl(stores, width), send)
+        await self.driver.drive(Crawl(stores, width), send)
+        if not far:
+            self._count(stores)
         wanted = min(width, len(table.nearest(0, width)) + 1)
         for (key, _, _), outcome in placed.items():
             if outcome.accepted < (wanted + 1) // 2 and not outcome.outdated_by:
@@ -164,51 +230,99 @@ class Operations:
             else:
                 outcome.accepted += 1
 
-    async def read(self, keys: Mapping[str, Sequence[Copy]], *, full: bool) -> dict[str, dict[EntryId, Copy]]:
+    async def read(
+        self, keys: Mapping[str, Sequence[Copy]], *, full: bool, known: Mapping[str, Sequence[Copy]] | None = None
+    ) -> dict[str, dict[EntryId, Copy]]:
         """The merged entries of keys, from several replicas each; replicas found stale are repaired in the background.
+
+        What few of the replicas have is offered to the others first: an entry that most of them have seen end is left
+        out, so that nobody can keep it alive by showing it.
 
         Args:
             keys: Each key with our own records of it.
-            full: Ask all `replication` nearest peers; else a read ends once `AGREEMENT` replicas agree with the union.
+            full: Ask all `replication` nearest peers; else a read ends once the nearest of them, a majority of
+                `replication`, all hold just the union.
+            known: Entries of some of the keys from earlier reads: where replicas still hold just these, they answer
+                in a few bytes.
         """
-        now_s = self.runtime.clock.time()
+        now_s, config = self.runtime.clock.time(), self.config
         reads: list[Read] = []
         for key, authored in keys.items():
             target = int.from_bytes(position_of(key), "big")
             reads.append(
                 Read(
-                    key, target, self.config.replication, self.seeds(target), me=self.book.me,
-                    own=self.storage.entries(key, now_s), authored=authored, agreement=0 if full else AGREEMENT,
-                    wide=self._search_width(),
+                    key, target, config.replication, self.seeds(target), me=self.book.me,
+                    own=self.storage.entries(key, now_s), authored=authored,
+                    agreement=0 if full else config.replication // 2 + 1, wide=self._search_width(),
+                    known=known.get(key, ()) if known else (),
                 )
             )  # fmt: skip
-        count = self.config.replication + SPARE_CONTACTS
+        count = config.replication + SPARE_CONTACTS
         by_lookup = {id(read): read for read in reads}
 
         async def send(ask: Ask) -> None:
             asked = [by_lookup[id(lookup)] for lookup in ask.lookups]
-            found = await self.protocol.find(ask.node, [read.key for read in asked], count)
+            self.stats.messages += 1
+            found = await self.protocol.find(ask.node, [Want(r.key, *r.want(ask.node)) for r in asked], count)
+            self.stats.messages += 1
             for read, part in zip(asked, found, strict=True):
-                read.reply(ask.node, part.copies, part.nearest)
+                if part.told is None:
+                    read.reply(ask.node, part.copies, part.nearest)
+                else:
+                    read.told(ask.node, part.told, part.nearest)
 
-        await self.driver.drive(Crawl(reads, self.config.parallelism), send)
-        merged = {read.key: dict(read.merged) for read in reads}
+        await self.driver.drive(Crawl(reads, config.parallelism), send)
+        self._count(reads)
+        results = {read.key: read.result() for read in reads}
         lacking: dict[bytes, tuple[PeerNode, list[Copy]]] = {}
         for read in reads:
             for node, copies in read.stale():
                 lacking.setdefault(node.id, (node, []))[1].extend(copies)
         if lacking and self.protocol.may_store:
-            self.driver.spawn(self._repair(list(lacking.values())), "dht-repair")
-        return merged
+            repair = self.driver.spawn(self._repair(list(lacking.values())), "dht-repair")
+            if any(read.doubtful() for read in reads):
+                await asyncio.wait([repair], timeout=config.call_timeout_s)
+        return {key: self._without_ended(entries) for key, entries in results.items()}
 
     async def _repair(self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]]) -> None:
+        """Offer copies to replicas that lack them. What most of a key's replicas have seen end has ended."""
+        now_s = self.runtime.clock.time()
+        refused: Counter[tuple[PlaceId, int]] = Counter()
+
+        async def offer(node: PeerNode, copies: Sequence[Copy]) -> None:
+            alive = [copy for copy in copies if copy.remaining_s(now_s) >= SHORTEST_S]
+            try:
+                answers = await self.protocol.store(node, alive)
+            except SwarmError:
+                return  # the protocol has told the address book; upkeep finds another holder
+            for copy, answer in zip(alive, answers, strict=True):
+                record = copy.record
+                if answer.refusal is Refusal.OUTDATED and answer.record_version == record.record_version:
+                    refused[record.place_id, record.record_version] += 1
+
+        others = [(node, copies) for node, copies in lacking if node is not self.book.me]
+        await asyncio.gather(*(offer(node, copies) for node, copies in others))
         for node, copies in lacking:
-            await self.give(node, copies)
+            if node is self.book.me:
+                self._hold(copies, {copy.record.place_id: Placed() for copy in copies})
+        for (place_id, version), votes in refused.items():
+            if votes > self.config.replication // 2:
+                self._ended[place_id] = version
+                self._ended.move_to_end(place_id)
+        while len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
+
+    def _without_ended(self, entries: dict[EntryId, Copy]) -> dict[EntryId, Copy]:
+        return {
+            entry_id: copy
+            for entry_id, copy in entries.items()
+            if copy.record.record_version > self._ended.get(copy.record.place_id, 0)
+        }
 
     async def give(self, node: PeerNode, copies: Sequence[Copy]) -> bool:
         """Store copies with one peer (perhaps ourselves); false if it did not answer. Refusals are events."""
         now_s = self.runtime.clock.time()
-        alive = [copy for copy in copies if copy.remaining_s(now_s) >= 0.001]
+        alive = [copy for copy in copies if copy.remaining_s(now_s) >= SHORTEST_S]
         if node is self.book.me:
             self._hold(alive, {copy.record.place_id: Placed() for copy in alive})
             return True

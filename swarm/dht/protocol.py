@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.config import DhtConfig
-from swarm.dht.events import ContactDropped, RecordRefused
-from swarm.dht.records import MAX_NAME_BYTES, Checker, Copy, Refusal, position_of, to_wire
+from swarm.dht.claims import Claims
+from swarm.dht.crawl import Told
+from swarm.dht.digests import DIGEST_BYTES, digest_of
+from swarm.dht.events import ContactDropped, PeerThrottled, RecordRefused
+from swarm.dht.flood import FloodGuard
+from swarm.dht.records import MAX_NAME_BYTES, Checker, Copy, Refusal, position_of, remaining_ms, to_wire
 from swarm.dht.routing import ID_BYTES, AddressBook, PeerNode
 from swarm.dht.storage import Storage, cursor
 from swarm.errors import (
@@ -37,6 +42,13 @@ MAX_STORED = 256
 """Records in one store request."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARS = 256
+CALL_COST = 1.0
+"""Units of work (see `DhtConfig.max_work_per_s`) of a call; a record to check is one more."""
+TARGET_COST = 0.25
+LIFETIME_BYTES = 5
+"""Of one lifetime in an answer by digest."""
+SETTLE_FRACTION = 0.1
+"""A small network's peers answer a new one once they have dialled it, or after this part of the call timeout."""
 MAX_PAGES = 256
 """Pages of one key that a reader takes from one holder."""
 INLINE_CHECKS = 3
@@ -47,11 +59,26 @@ _PASSING = (CallTimeoutError, ConnectionLostError, RemoteFailureError)
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """A key to be found, by somebody who knows something of it.
+
+    Attributes:
+        digest: Of the entries that the asker knows (`swarm.dht.digests`); empty for none.
+        inline_bytes: Entries that are larger together are answered by their digest; 0 for no bound.
+    """
+
+    key: str
+    digest: bytes = b""
+    inline_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """A peer's answer for one target: the nearest peers it knows, and what it holds under the key."""
+    """A peer's answer for one target: the nearest peers it knows, and what it holds under the key or says of it."""
 
     nearest: list[PeerNode]
     copies: list[Copy]
+    told: Told | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +111,18 @@ class Protocol:
         self._storage = storage
         self._budget_bytes = transport.config.transport.max_control_bytes * 3 // 4
         self._to_ping: dict[PeerId, PeerNode] = {}
+        self.claims = Claims(config.maintenance_s, runtime.clock.time)
+        self.flood = FloodGuard(config.max_work_per_s, runtime.clock)
+        self.on_claim: Callable[[Contact], asyncio.Task[None] | None] | None = None
+        """Called with a claim (see `swarm.dht.claims`) that has just come and may be verified; returns the task that
+        does so, if it is done now."""
         self.checker = Checker(transport.run_id, config.max_body_bytes)
         self.on_held: Callable[[str], None] | None = None
         """Called with the key of every record that is newly held here."""
-        self.may_store = True
-        """False once a peer has said that our role must not store."""
+        self.roles = transport.roles
+        """What we are in the run."""
+        self.may_store = not self.roles.isdisjoint(STORE.roles)
+        """Whether that lets us write records."""
 
     def serve(self) -> None:
         """Answer the DHT's calls from now on."""
@@ -120,8 +154,8 @@ class Protocol:
     def _ping(self) -> pb.DhtPingRequest:
         return pb.DhtPingRequest(sender=self._transport.contact.addresses)
 
-    async def find(self, node: PeerNode, targets: Sequence[bytes | str], count: int) -> list[Found]:
-        """Ask a peer about positions (bytes) and keys (str).
+    async def find(self, node: PeerNode, targets: Sequence[bytes | Want], count: int) -> list[Found]:
+        """Ask a peer about positions (bytes) and keys.
 
         Returns:
             One answer for each target; records that do not pass are left out, counted and told as events.
@@ -133,11 +167,25 @@ class Protocol:
         contacts = self._hints(answer.contacts)
         result = []
         for target, found in zip(targets, answer.found, strict=True):
-            copies = await self._copies(found.records, target, node) if isinstance(target, str) else []
-            if isinstance(target, str) and found.more:
-                copies += await self._rest(node, target, copies)
-            result.append(Found(_pick(contacts, found.nearest), copies))
+            nearest = _pick(contacts, found.nearest)
+            if not isinstance(target, Want):
+                result.append(Found(nearest, []))
+            elif found.digest:
+                result.append(Found(nearest, [], self._checked(target, found)))
+            else:
+                copies = await self._copies(found.records, target.key, node)
+                if found.more:
+                    copies += await self._rest(node, target.key, copies)
+                result.append(Found(nearest, copies))
         return result
+
+    def _checked(self, want: Want, found: pb.DhtFound) -> Told:
+        if found.digest != want.digest and not want.inline_bytes:
+            raise MalformedFrameError("A find answer has a digest where records were asked for.")
+        if len(found.digest) != DIGEST_BYTES or len(found.remaining_ms) > self._config.max_entries_per_key:
+            raise MalformedFrameError("A find answer has a digest of the wrong length, or too many lifetimes.")
+        lifetimes_s = tuple(left_ms / 1000 for left_ms in found.remaining_ms)
+        return Told(found.digest, lifetimes_s, self._runtime.clock.time())
 
     async def _rest(self, node: PeerNode, key: str, first: list[Copy]) -> list[Copy]:
         """The further pages of a key that does not fit into one answer."""
@@ -206,27 +254,25 @@ class Protocol:
         except (RateLimitedError, ClosedError):
             raise  # a sign of life, or our own end: no reason to forget a peer
         except SwarmError as error:
-            if isinstance(error, NotAuthorizedError):
-                self.may_store = False
-            else:
+            if not isinstance(error, NotAuthorizedError):  # it is there
                 # a refusal is quick; what took long, be it only to connect, may have been our own fault
                 quick = self._runtime.clock.time() - begun_s < cap_s / 2
                 if self._book.failed(contact, surely=quick and not isinstance(error, _PASSING)):
                     self._runtime.emit(ContactDropped(peer=str(contact.peer_id), reason=str(error)))
             raise
-        self._seen(contact)
+        self._reached(contact)
         return answer
 
     # Answering
 
     async def _on_ping(self, context: CallContext, request: pb.DhtPingRequest) -> pb.DhtPingResponse:
-        self._caller(context, request.sender)
+        await self._accept(context, request.sender, CALL_COST)
         return pb.DhtPingResponse()
 
     async def _on_find(self, context: CallContext, request: pb.DhtFindRequest) -> pb.DhtFindResponse:
         if len(request.targets) > MAX_TARGETS:
             raise MalformedFrameError(f"More than {MAX_TARGETS} targets in one find request.")
-        self._caller(context, request.sender)
+        await self._accept(context, request.sender, CALL_COST + TARGET_COST * len(request.targets))
         count = min(request.count, self._config.bucket_size)
         contacts = _Contacts()
         found = []
@@ -237,7 +283,9 @@ class Protocol:
             near = self._book.table.nearest(int.from_bytes(position, "big"), count, context.peer_id.digest[:ID_BYTES])
             part = pb.DhtFound(nearest=contacts.add(near))
             if target.key:
-                if budget > 0:
+                if budget > 0 and not target.after and self._told(target, part, now_s):
+                    budget -= DIGEST_BYTES + LIFETIME_BYTES * len(part.remaining_ms)
+                elif budget > 0:
                     copies, part.more = self._storage.page(target.key, now_s, target.after, budget)
                     part.records.extend(to_wire(copy, now_s) for copy in copies)
                     budget -= sum(copy.wire_bytes for copy in copies)
@@ -246,10 +294,25 @@ class Protocol:
             found.append(part)
         return pb.DhtFindResponse(contacts=contacts.messages, found=found)
 
+    def _told(self, target: pb.DhtTarget, part: pb.DhtFound, now_s: float) -> bool:
+        """Answer by a digest, where the asker knows the same entries or they are more than it wants to have at once."""
+        if len(target.digest) not in (0, DIGEST_BYTES):
+            raise MalformedFrameError(f"A digest has {DIGEST_BYTES} bytes.")
+        entries = self._storage.entries(target.key, now_s) if target.digest or target.inline_bytes else []
+        large = 0 < target.inline_bytes < sum(copy.wire_bytes for copy in entries)
+        if not entries or not (target.digest or large):
+            return False
+        digest = digest_of(entries)
+        if not large and digest != target.digest:
+            return False
+        part.digest = digest
+        part.remaining_ms.extend(remaining_ms(copy, now_s) for copy in entries)
+        return True
+
     async def _on_store(self, context: CallContext, request: pb.DhtStoreRequest) -> pb.DhtStoreResponse:
         if len(request.records) > MAX_STORED:
             raise MalformedFrameError(f"More than {MAX_STORED} records in one store request.")
-        self._caller(context, request.sender)
+        await self._accept(context, request.sender, CALL_COST + len(request.records))
         count = min(request.count, self._config.bucket_size)
         contacts = _Contacts()
         results = []
@@ -309,13 +372,52 @@ class Protocol:
             result.append(hints[0] if hints else None)
         return result
 
-    def _caller(self, context: CallContext, addresses: Sequence[str]) -> None:
+    async def _accept(self, context: CallContext, addresses: Sequence[str], cost: float) -> None:
+        """Account for a call, and note where its caller says that it is."""
+        try:
+            self.flood.take(context.peer_id, cost)
+        except RateLimitedError as error:
+            if self.flood.may_tell(context.peer_id):
+                self._runtime.emit(PeerThrottled(peer=str(context.peer_id), reason=error.message))
+            raise
         contact = _contact(context.peer_id.digest, addresses)
         if contact is None:
             raise MalformedFrameError(
                 f"A caller has at most {MAX_ADDRESSES} addresses of {MAX_ADDRESS_CHARS} characters."
             )
-        self._seen(contact)
+        if self._book.called(contact):
+            return
+        reached = self._transport.reached(contact.peer_id)
+        if reached is not None and set(contact.addresses) <= set(reached.addresses):
+            self._seen(reached)
+        elif self.claims.add(contact) and self.on_claim is not None:
+            verifying = self.on_claim(contact)
+            if verifying is not None and self._book.table.complete:
+                # whoever knows all peers is relied on to name them: the next one to join may ask at once
+                await asyncio.wait([verifying], timeout=SETTLE_FRACTION * self._config.call_timeout_s)
+
+    async def verify(self, contact: Contact) -> bool:
+        """Dial a peer at the addresses that it claims; whether it answers at one of them."""
+        patience_s = self._config.call_timeout_s + self._transport.config.transport.connect_timeout_s
+        try:
+            async with asyncio.timeout(patience_s):
+                for address in contact.addresses:
+                    try:
+                        await self._transport.dial(address, contact.peer_id)
+                    except SwarmError:
+                        continue  # it may be at the next one
+                    self._reached(contact)
+                    return True
+        except TimeoutError:
+            pass  # the same as not being there
+        return False
+
+    def _reached(self, contact: Contact) -> None:
+        """A peer has answered. What counts is where we had dialled it and what it then said of itself, not who told us
+        what about it."""
+        reached = self._transport.reached(contact.peer_id)
+        if reached is not None:
+            self._seen(Contact(reached.peer_id, reached.addresses[:MAX_ADDRESSES]))
 
     def _seen(self, contact: Contact) -> None:
         head = self._book.seen(contact)
@@ -347,8 +449,10 @@ def _contact(peer_id: bytes, addresses: Sequence[str]) -> Contact | None:
     return Contact(PeerId(peer_id), tuple(addresses))
 
 
-def _target(target: bytes | str) -> pb.DhtTarget:
-    return pb.DhtTarget(key=target) if isinstance(target, str) else pb.DhtTarget(position=target)
+def _target(target: bytes | Want) -> pb.DhtTarget:
+    if isinstance(target, Want):
+        return pb.DhtTarget(key=target.key, digest=target.digest, inline_bytes=target.inline_bytes)
+    return pb.DhtTarget(position=target)
 
 
 def _position(target: pb.DhtTarget) -> bytes:

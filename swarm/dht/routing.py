@@ -32,6 +32,8 @@ LOST_KEPT = 256
 """Peers remembered after they left the table."""
 UNREACHED_KEPT = 1024
 """Hints that led nowhere, remembered for a while."""
+NEIGHBOURS = 10
+"""The nearest peers, whose claims about where they are get verified at once."""
 STRIKES = 2
 """Ambiguous failures in a row after which a peer leaves the table."""
 
@@ -259,9 +261,9 @@ class AddressBook:
         if contact.peer_id == self.me.contact.peer_id or not contact.addresses:
             return True
         node = self.table.get(contact.peer_id)
-        if node is None or node.contact.addresses != contact.addresses:
+        if node is None or not set(contact.addresses) <= set(node.contact.addresses):
             return False
-        self.seen(contact)
+        self.seen(node.contact)
         return True
 
     def seen(self, contact: Contact) -> PeerNode | None:
@@ -279,6 +281,18 @@ class AddressBook:
         self.lost.pop(contact.peer_id, None)
         self._unreached.pop(contact, None)
         return self.table.add_contact(node)
+
+    def matters(self, contact: Contact) -> bool:
+        """Whether it matters now where a caller can be reached: it is a neighbour of ours for whom there is a place in
+        the table, or a peer in the table that says it has moved."""
+        if self.table.get(contact.peer_id) is not None:
+            return True
+        node = PeerNode(contact)
+        if not self.table.wants(node):
+            return False
+        near = self.table.nearest(self.me.long_id, NEIGHBOURS)
+        farthest = near[-1].long_id ^ self.me.long_id if len(near) == NEIGHBOURS else 1 << ID_BITS
+        return self.table.complete or node.long_id ^ self.me.long_id < farthest
 
     def failed(self, contact: Contact, *, surely: bool) -> bool:
         """A call to the peer failed.

@@ -25,20 +25,21 @@ _SWEEP_EVERY = 256
 
 
 class RateLimit:
-    """A token bucket: `per_s` calls a second with a burst of twice that."""
+    """A token bucket: `per_s` calls a second with a burst of twice that, or of `burst`."""
 
-    __slots__ = ("_clock", "_last_s", "_per_s", "_tokens")
+    __slots__ = ("_burst", "_clock", "_last_s", "_per_s", "_tokens")
 
-    def __init__(self, per_s: float, clock: Clock) -> None:
+    def __init__(self, per_s: float, clock: Clock, burst: float | None = None) -> None:
         self._per_s = per_s
+        self._burst = 2 * per_s if burst is None else burst
         self._clock = clock
-        self._tokens = 2 * per_s
+        self._tokens = self._burst
         self._last_s = clock.time()
 
     def take(self, cost: float = 1.0) -> None:
         """Account for one call. Raises `RateLimitedError`."""
         now = self._clock.time()
-        tokens = min(2 * self._per_s, self._tokens + (now - self._last_s) * self._per_s)
+        tokens = min(self._burst, self._tokens + (now - self._last_s) * self._per_s)
         self._last_s = now
         if tokens < cost:
             self._tokens = tokens

@@ -199,6 +199,8 @@ class PeerAnnouncer:
     async def announce(self) -> bool:
         """Write the record once; says whether somebody stored it (a failure is an `AnnounceFailed` event)."""
         endpoint = self._endpoint
+        if endpoint.roles <= {Role.MONITOR}:
+            return False  # monitors write no records
         async with self._writing:
             try:
                 await endpoint.dht.put(peer_key(endpoint.peer_id), self._body(), ttl_s=3 * endpoint.config.heartbeat_s)
