@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
+from swarm.averaging.bandwidth import Rate
 from swarm.averaging.rounds import Member, Outcome, Seal
 from swarm.identity import PeerId
 
@@ -20,6 +21,7 @@ class Verdict(IntEnum):
     BUSY = 5
     MISMATCH = 6
     WRONG_WAY = 7
+    PROBATION = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +33,41 @@ class Timing:
         poll_s: Between two attempts to join somebody.
         settle_s: How long a peer that knows of nobody waits for a hint.
         answer_s: Patience for one answer.
+        check_s: A follower asks its leader so often whether it is still there.
     """
 
     window_s: float = 10.0
     poll_s: float = 0.2
     settle_s: float = 0.5
     answer_s: float = 3.0
+    check_s: float = 1.0
+
+    @property
+    def patience_when_full_s(self) -> float:
+        """For the answer of a better leader, while a whole group waits for us."""
+        return min(self.poll_s, self.answer_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a peer brings to a round."""
+    """What a peer brings to a round.
+
+    Attributes:
+        cell: Only peers with the same cell of the grid meet; empty without a grid.
+        sends_only: It reduces nothing: others cannot reach it, or it is configured so.
+        enters_in_s: It looks ahead of time, and expects to have its values after so long.
+        measured: What it measured of others' bandwidth.
+    """
 
     schema_hash: bytes
     weight: float
     numel: int
     min_group: int = 2
     max_group: int = 16
+    cell: str = ""
+    sends_only: bool = False
+    enters_in_s: float = 0.0
+    measured: tuple[Rate, ...] = ()
 
 
 # Events: what happened.
@@ -56,6 +76,8 @@ class Begin:
     terms: Terms
     window_s: float = math.inf
     """Look for this time at most, if it is shorter than the configured window."""
+    warm: bool = False
+    """The hints given before are recent: whom they name is expected, and asked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +89,15 @@ class Hinted:
 
 @dataclass(frozen=True, slots=True)
 class JoinAsked:
+    """A peer asks to be admitted, or tells that it looks. Its fields are those of its `Terms`."""
+
     member: Member
     schema_hash: bytes
     patience_s: float = 0.0
+    cell: str = ""
+    sends_only: bool = False
+    enters_in_s: float = 0.0
+    measured: tuple[Rate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +107,7 @@ class JoinAnswered:
     seal_within_s: float = 0.0
     leader: PeerId | None = None
     schema_hash: bytes = b""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +182,10 @@ class AskJoin:
 
 @dataclass(frozen=True, slots=True)
 class Nudge:
-    """Send `peer` the same request: it may not follow us yet, but learns that we look. Report only `AskFailed`."""
+    """Send `peer` the same request: it may not follow us yet, but learns that we look.
+
+    Report `AskFailed`, and `JoinAnswered` only if the verdict is about us: MISMATCH or PROBATION.
+    """
 
     peer: PeerId
 
@@ -164,6 +196,7 @@ class AnswerJoin:
     seal_within_s: float = 0.0
     leader: PeerId | None = None
     schema_hash: bytes = b""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,9 @@ leader's, so that nobody is in two groups.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from swarm.averaging.decisions import (
     AnswerJoin,
@@ -42,55 +39,11 @@ from swarm.averaging.decisions import (
     Timing,
     Verdict,
 )
-from swarm.averaging.rounds import Alone, Group, Member, Mismatch, Outcome, Seal, TooFew
+from swarm.averaging.rounds import Group, Member, Seal
+from swarm.averaging.seals import compose, problem
+from swarm.averaging.search import WRONG_WAY, Follower, Phase, Search
+from swarm.averaging.view import View
 from swarm.identity import PeerId
-
-MAX_GROUP = 256
-MAX_NUDGES = 32
-"""Peers with higher numbers that one search tells about itself."""
-
-
-class Phase(Enum):
-    IDLE = "idle"
-    LOOKING = "looking"
-    """Asking lower numbers, accepting higher ones."""
-    FOLLOWING = "following"
-    """A leader accepted us; its seal is to come."""
-    PLEDGED = "pledged"
-    """We accepted a seal; the leader's commit is to come."""
-    SEALING = "sealing"
-    """Our seal is out; answers are to come."""
-
-
-def priority(key: str, peer: PeerId) -> bytes:
-    """A peer's number under a key, uniform and fixed; lower leads."""
-    return hashlib.sha256(key.encode() + b"\0" + peer.digest).digest()
-
-
-@dataclass(slots=True)
-class _Search:
-    """What belongs to one attempt to find a group."""
-
-    terms: Terms
-    begun_at: float
-    closes_at: float
-    gives_up_at: float
-    next_poll_at: float
-    hinted: bool = False
-    """Whether hints arrived during this search: only then do we know whom to expect."""
-    queue: list[PeerId] = field(default_factory=list)
-    nudged: dict[PeerId, None] = field(default_factory=dict)
-    asking: PeerId | None = None
-    asked_at: float = 0.0
-    followers: dict[PeerId, Member] = field(default_factory=dict)
-    failed: dict[PeerId, str] = field(default_factory=dict)
-    mismatch: Mismatch | None = None
-    leader: PeerId | None = None
-    until: float = math.inf
-    """When we stop waiting for the leader (FOLLOWING, PLEDGED) or for answers to our seal (SEALING)."""
-    seal: Seal | None = None
-    unanswered: dict[PeerId, None] = field(default_factory=dict)
-    lost: str = ""
 
 
 class Matchmaker:
@@ -99,9 +52,9 @@ class Matchmaker:
     Args:
         key: The averaging key.
         me: This peer, without a part; `weight` is replaced by that of the terms.
-        split: Divides a number of elements into parts for members with these weights.
         new_nonce: 16 unpredictable bytes.
         random_order: Ask lower numbers in random order (pairs mix better) instead of the lowest first.
+        barred: What a peer is on probation for; empty if it is not. It is neither asked nor admitted.
     """
 
     def __init__(
@@ -111,37 +64,28 @@ class Matchmaker:
         timing: Timing,
         rng: random.Random,
         *,
-        split: Callable[[int, int], list[int]],
         new_nonce: Callable[[], bytes],
         random_order: bool = False,
+        barred: Callable[[PeerId], str] = lambda _: "",
     ) -> None:
         self.key = key
         self.me = me
         self.timing = timing
         self.phase = Phase.IDLE
         self._rng = rng
-        self._split = split
         self._new_nonce = new_nonce
-        self._random_order = random_order
-        self._number = priority(key, me.peer_id)
-        self._hinted: dict[PeerId, None] = {}
-        self._absent: dict[PeerId, None] = {}
-        self._waiting: dict[PeerId, float] = {}
-        self._search: _Search | None = None
+        self._view = View(key, me.peer_id, rng, barred, random_order)
+        self._search: Search | None = None
 
     @property
     def wake_at(self) -> float:
         """When the next `Tick` is due."""
-        search = self._search
-        if search is None:
-            return math.inf
-        if self.phase is not Phase.LOOKING:
-            return search.until
-        if search.asking is None:
-            return min(search.closes_at, search.next_poll_at)
-        full = len(search.followers) + 1 >= search.terms.max_group
-        patience = min(self.timing.poll_s, self.timing.answer_s) if full else self.timing.answer_s
-        return min(search.closes_at, search.asked_at + patience)
+        return self._search.wake_at(self.phase, self.timing) if self._search else math.inf
+
+    @property
+    def cell(self) -> str:
+        """The cell of the current search, or the last one."""
+        return self._view.cell
 
     @property
     def terms(self) -> Terms | None:
@@ -160,19 +104,18 @@ class Matchmaker:
 
     def others_waiting(self, now: float) -> bool:
         """Whether somebody asked us for a round while we were not looking, and still is."""
-        self._waiting = {peer: until for peer, until in self._waiting.items() if until > now}
-        return bool(self._waiting)
+        return self._view.others_waiting(now)
 
     def handle(self, event: MatchEvent, now: float) -> list[Instruction]:
         """Take an event and return what to do, in order. `now` never falls."""
         match event:
-            case Begin(terms, window_s):
-                return self._begin(terms, min(window_s, self.timing.window_s), now)
+            case Begin():
+                return self._begin(event, now)
             case Hinted(peers):
-                known, self._hinted = self._hinted, {peer: None for peer in peers if peer != self.me.peer_id}
+                news = self._view.hint(peers)
                 if self._search is not None:
                     self._search.hinted = True
-                    if any(peer not in known for peer in self._hinted):
+                    if news:
                         self._search.next_poll_at = now
                 return self._nudge() + self._advance(now)
             case JoinAsked():
@@ -181,11 +124,7 @@ class Matchmaker:
             case JoinAnswered():
                 return self._answered(event, now) + self._advance(now)
             case AskFailed(peer, reason):
-                if self._search is not None:
-                    self._search.failed[peer] = reason
-                    if self._search.asking == peer:
-                        self._search.asking = None
-                return self._advance(now)
+                return self._ask_failed(peer, reason, now) + self._advance(now)
             case SealOffered(leader, seal):
                 return self._offered(leader, seal, now)
             case SealAnswered(peer, nonce, accepted, reason):
@@ -201,12 +140,13 @@ class Matchmaker:
             case Tick():
                 return self._tick(now)
 
-    def _begin(self, terms: Terms, window: float, now: float) -> list[Instruction]:
+    def _begin(self, begin: Begin, now: float) -> list[Instruction]:
         assert self._search is None, "one search at a time"
+        window = min(begin.window_s, self.timing.window_s)
+        search = self._search = Search(begin.terms, now, now + window, now + 2 * window, now, hinted=begin.warm)
         self.phase = Phase.LOOKING
-        self._waiting.clear()
-        self._search = _Search(terms, now, now + window, now + 2 * window, now)
-        return self._advance(now)
+        self._view.begin(search, now)
+        return self._nudge() + self._advance(now)
 
     # Looking ---------------------------------------------------------------------------------------------------------
 
@@ -217,34 +157,31 @@ class Matchmaker:
         if self._complete(search, now):
             return self._send_seal(search, now)
         if now >= search.closes_at:
-            self._absent = {p: None for p in self._hinted if p not in search.followers}
-            if len(search.followers) + 1 >= search.terms.min_group:
-                return self._send_seal(search, now)
-            return self._conclude_without(search)
-        if now >= search.begun_at + self.timing.settle_s and not search.followers and search.asking is None:
-            reachable = [p for p in self._hinted if p not in search.failed]
+            self._view.missed(search)
+            return self._send_seal(search, now) if search.sealable else self._conclude_without(search)
+        if self._settled(search, now) and not search.followers and search.asking is None:
+            reachable = [p for p in self._view.expected(search) if p not in search.failed]
             if not reachable and search.mismatch is None:
                 return self._conclude_without(search)
         return self._ask_next(search, now)
 
-    def _complete(self, search: _Search, now: float) -> bool:
-        size = len(search.followers) + 1
-        if size < search.terms.min_group:
+    def _complete(self, search: Search, now: float) -> bool:
+        if not search.sealable:
             return False
-        if size >= search.terms.max_group:
-            return search.asking is None or now >= search.asked_at + self.timing.poll_s
-        skipped = (search.followers, search.failed, self._absent)
-        return search.hinted and search.asking is None and all(any(peer in s for s in skipped) for peer in self._hinted)
+        if search.full:
+            return search.asking is None or now >= search.asked_at + self.timing.patience_when_full_s
+        return search.asking is None and self._view.complete(search, settled=self._settled(search, now))
 
-    def _ask_next(self, search: _Search, now: float) -> list[Instruction]:
+    def _settled(self, search: Search, now: float) -> bool:
+        """Whether everybody who looks had time to tell us."""
+        return now >= search.begun_at + self.timing.settle_s
+
+    def _ask_next(self, search: Search, now: float) -> list[Instruction]:
         if search.asking is not None:
             return []
         if not search.queue and now >= search.next_poll_at:
             search.next_poll_at = now + self.timing.poll_s * (0.75 + 0.5 * self._rng.random())
-            lower = sorted((p for p in self._hinted if priority(self.key, p) < self._number), key=self._order)
-            search.queue = [p for p in lower if p not in search.failed]
-            if self._random_order:
-                self._rng.shuffle(search.queue)
+            search.queue = self._view.sweep(search)
         if not search.queue:
             return []
         search.asking, search.asked_at = search.queue.pop(0), now
@@ -255,76 +192,93 @@ class Matchmaker:
         search = self._search
         if search is None or self.phase is not Phase.LOOKING:
             return []
-        new = [p for p in self._hinted if priority(self.key, p) > self._number and p not in search.nudged]
-        new = [p for p in new if p not in search.followers][: MAX_NUDGES - len(search.nudged)]
-        search.nudged.update(dict.fromkeys(new))
-        return [Nudge(peer) for peer in new]
-
-    def _order(self, peer: PeerId) -> bytes:
-        return priority(self.key, peer)
+        return [Nudge(peer) for peer in self._view.nudges(search)]
 
     def _asked(self, event: JoinAsked, now: float) -> AnswerJoin:
         peer, search = event.member.peer_id, self._search
-        self._absent.pop(peer, None)
-        if search is None:
-            if len(self._waiting) < MAX_GROUP:
-                self._waiting[peer] = now + min(event.patience_s, self.timing.window_s)
+        if charge := self._view.barred(peer):
+            return AnswerJoin(Verdict.PROBATION, reason=charge)
+        if search is not None and event.cell != search.terms.cell:
             return AnswerJoin(Verdict.NOT_LOOKING)
-        if priority(self.key, peer) <= self._number:
-            # It nudges us: it looks, so it may be asked at once.
-            self._hinted.setdefault(peer)
-            search.next_poll_at = now
-            return AnswerJoin(Verdict.WRONG_WAY)
-        if event.schema_hash != search.terms.schema_hash:
-            search.mismatch = self._mismatch(peer, event.schema_hash, search)
-            search.failed[peer] = "other schema"
+        if search is not None and event.schema_hash != search.terms.schema_hash:
+            search.other_schema(peer, event.schema_hash)
             return AnswerJoin(Verdict.MISMATCH, schema_hash=search.terms.schema_hash)
+        self._view.heard(peer, search, now + min(event.patience_s, self.timing.window_s))
+        if search is None:
+            return AnswerJoin(Verdict.NOT_LOOKING)
+        if search.failed.get(peer) != WRONG_WAY:
+            search.failed.pop(peer, None)  # whatever it was, the peer is there now
+        if peer == self.me.peer_id or self._view.may_lead_us(peer):
+            search.next_poll_at = now  # it nudges us: it looks, so it may be asked at once
+            return AnswerJoin(Verdict.WRONG_WAY)
         if self.phase is Phase.SEALING:
+            if peer in search.followers:
+                return AnswerJoin(Verdict.ACCEPTED, seal_within_s=2 * self.timing.answer_s)
             return AnswerJoin(Verdict.BUSY)
         if self.phase is not Phase.LOOKING:
             return AnswerJoin(Verdict.REDIRECT, leader=search.leader)
-        if peer not in search.followers and len(search.followers) + 1 >= search.terms.max_group:
+        if peer not in search.followers and search.full:
             return AnswerJoin(Verdict.FULL)
         if now >= search.closes_at:
             return AnswerJoin(Verdict.BUSY)
-        search.failed.pop(peer, None)
-        search.followers[peer] = event.member
+        search.followers[peer] = Follower(event, now)
         return AnswerJoin(Verdict.ACCEPTED, seal_within_s=search.closes_at - now + self.timing.answer_s)
 
     def _answered(self, event: JoinAnswered, now: float) -> list[Instruction]:
-        search = self._search
-        if search is None or self.phase is not Phase.LOOKING or search.asking != event.peer:
-            # Too late: we lead, follow or are done, so the accept must not stand.
-            ours = search is not None and self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and search.leader == event.peer
-            return [SendRelease(event.peer)] if event.verdict is Verdict.ACCEPTED and not ours else []
+        search, peer = self._search, event.peer
+        if search is None:
+            return [SendRelease(peer)] if event.verdict is Verdict.ACCEPTED else []
+        follows = self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and search.leader == peer
+        if event.verdict is Verdict.MISMATCH and not follows:
+            search.other_schema(peer, event.schema_hash)
+        elif event.verdict is Verdict.PROBATION and not follows:
+            search.failed[peer] = f"refuses us: {event.reason}"
+        if search.asking != peer or self.phase not in (Phase.LOOKING, Phase.FOLLOWING):
+            # Too late: we lead, follow another or are pledged, so the accept must not stand.
+            return [SendRelease(peer)] if event.verdict is Verdict.ACCEPTED and not follows else []
         search.asking = None
         match event.verdict:
             case Verdict.ACCEPTED:
                 patience = min(max(event.seal_within_s, 0.0), self.timing.window_s + self.timing.answer_s)
                 search.until = min(now + patience + self.timing.answer_s, search.gives_up_at)
-                return self._follow(search, event.peer)
-            case Verdict.MISMATCH:
-                search.mismatch = self._mismatch(event.peer, event.schema_hash, search)
-                search.failed[event.peer] = "other schema"
+                search.check_at, search.doubts = now + self.timing.check_s, 0
+                return [] if follows else self._follow(search, peer)
+            case _ if follows:
+                return self._look_again(search, event.leader, now, f"leader {peer.short} went")
             case Verdict.REDIRECT if event.leader is not None:
-                self._prefer(search, event.leader)
+                self._view.prefer(search, event.leader)
             case Verdict.WRONG_WAY:
-                search.failed[event.peer] = "disagrees about who leads"
+                search.failed[peer] = WRONG_WAY
         return []
 
-    def _prefer(self, search: _Search, peer: PeerId) -> None:
-        """Ask this peer next, if it may be asked at all and was not asked in this sweep already."""
-        eligible = peer not in search.failed and peer != self.me.peer_id and priority(self.key, peer) < self._number
-        if eligible and peer not in search.queue[:1]:
-            search.queue = [peer, *(p for p in search.queue if p != peer)]
+    def _ask_failed(self, peer: PeerId, reason: str, now: float) -> list[Instruction]:
+        search = self._search
+        if search is None:
+            return []
+        if self.phase is Phase.FOLLOWING and search.leader == peer:
+            if search.asking == peer:
+                return self._doubt(search, peer, reason, now)
+            return []
+        search.failed[peer] = reason
+        if search.asking == peer:
+            search.asking = None
+        return []
 
     # Following -------------------------------------------------------------------------------------------------------
 
-    def _follow(self, search: _Search, leader: PeerId) -> list[Instruction]:
-        released: list[Instruction] = [SendRelease(peer, leader) for peer in search.followers]
-        search.followers.clear()
-        self.phase, search.leader, search.asking = Phase.FOLLOWING, leader, None
-        return released
+    def _follow(self, search: Search, leader: PeerId) -> list[Instruction]:
+        self.phase = Phase.FOLLOWING
+        return [SendRelease(peer, leader) for peer in search.follow(leader)]
+
+    def _doubt(self, search: Search, leader: PeerId, reason: str, now: float) -> list[Instruction]:
+        """Our leader did not answer. Once may be an accident."""
+        search.asking = None
+        search.doubts += 1
+        if search.doubts < 2:
+            search.check_at = now
+            return []
+        search.failed[leader] = reason
+        return [SendRelease(leader), *self._look_again(search, None, now, f"leader {leader.short} fell silent")]
 
     def _offered(self, leader: PeerId, seal: Seal, now: float) -> list[Instruction]:
         search = self._search
@@ -333,31 +287,12 @@ class Matchmaker:
         follows = search is not None and self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and search.leader == leader
         if search is None or not (overtook or follows):
             return [AnswerSeal(False, "we do not follow this leader")]
-        problem = self._problem(search, leader, seal)
-        if problem:
-            return [AnswerSeal(False, problem)]
+        if wrong := problem(seal, leader, self.me.peer_id, search.terms):
+            return [AnswerSeal(False, wrong)]
         released = self._follow(search, leader) if overtook else []
-        self.phase, search.seal = Phase.PLEDGED, seal
-        search.until = now + 2 * self.timing.answer_s
+        self.phase, search.seal, search.asking = Phase.PLEDGED, seal, None
+        search.until = min(now + 2 * self.timing.answer_s, search.gives_up_at)
         return [AnswerSeal(True), *released]
-
-    def _problem(self, search: _Search, leader: PeerId, seal: Seal) -> str:
-        ids = [member.peer_id for member in seal.members]
-        mine = [member for member in seal.members if member.peer_id == self.me.peer_id]
-        if len(ids) > MAX_GROUP or len(dict.fromkeys(ids)) != len(ids) or len(seal.nonce) != 16:
-            return "the seal is malformed"
-        if len(mine) != 1 or leader not in ids:
-            return "the seal names neither us nor its leader"
-        if seal.schema_hash != search.terms.schema_hash:
-            return "the seal is for another schema"
-        if sum(member.part for member in seal.members) != search.terms.numel:
-            return "the parts do not cover the vector"
-        if (
-            any(not math.isfinite(m.weight) or m.weight < 0 for m in seal.members)
-            or mine[0].weight != search.terms.weight
-        ):
-            return "the weights are wrong"
-        return ""
 
     def _released(self, peer: PeerId, redirect: PeerId | None, now: float) -> list[Instruction]:
         search = self._search
@@ -369,7 +304,7 @@ class Matchmaker:
             # The release overtook the accept that it takes back.
             search.asking = None
             if redirect is not None:
-                self._prefer(search, redirect)
+                self._view.prefer(search, redirect)
             return self._advance(now)
         if peer in search.followers:
             if self.phase is Phase.SEALING and search.seal is not None:
@@ -377,27 +312,20 @@ class Matchmaker:
             del search.followers[peer]
         return []
 
-    def _look_again(self, search: _Search, redirect: PeerId | None, now: float, reason: str) -> list[Instruction]:
-        search.lost, search.leader, search.seal, search.until = reason, None, None, math.inf
+    def _look_again(self, search: Search, redirect: PeerId | None, now: float, reason: str) -> list[Instruction]:
         self.phase = Phase.LOOKING
-        # Time spent on a leader that went must not leave us without a chance, within twice the window.
-        search.closes_at = min(max(search.closes_at, now + self.timing.answer_s), search.gives_up_at)
-        search.queue.clear()
-        search.next_poll_at = now
+        search.unfollow(now, reason, self.timing.answer_s)
         if redirect is not None:
-            self._prefer(search, redirect)
+            self._view.prefer(search, redirect)
         return self._advance(now)
 
     # Sealing ---------------------------------------------------------------------------------------------------------
 
-    def _send_seal(self, search: _Search, now: float) -> list[Instruction]:
-        me = replace(self.me, weight=search.terms.weight)
-        members = [me, *(search.followers[p] for p in sorted(search.followers, key=self._order))]
-        parts = self._split(search.terms.numel, len(members))
-        sealed = tuple(replace(m, part=part) for m, part in zip(members, parts, strict=True))
-        search.seal = Seal(self._new_nonce(), search.terms.schema_hash, sealed)
+    def _send_seal(self, search: Search, now: float) -> list[Instruction]:
+        followers = [search.followers[p] for p in sorted(search.followers, key=self._view.order)]
+        search.seal = compose(self._new_nonce(), self.me, search.terms, search.begun_at, followers, now)
         search.unanswered = dict.fromkeys(search.followers)
-        search.until = now + self.timing.answer_s
+        search.until = min(now + self.timing.answer_s, search.gives_up_at)
         self.phase = Phase.SEALING
         return [OfferSeal(search.seal)]
 
@@ -406,16 +334,22 @@ class Matchmaker:
         if search is None or self.phase is not Phase.SEALING or search.seal is None or search.seal.nonce != nonce:
             return []
         search.unanswered.pop(peer, None)
-        if not accepted and search.followers.pop(peer, None) is not None:
-            search.failed[peer] = search.lost = f"{peer.short} did not accept the seal: {reason}"
-        return [] if search.unanswered else self._seal_done(search, now)
+        dropped = [] if accepted else self._drop(search, peer, f"did not accept the seal: {reason}")
+        return dropped if search.unanswered else dropped + self._seal_done(search, now)
 
-    def _seal_done(self, search: _Search, now: float) -> list[Instruction]:
+    def _drop(self, search: Search, peer: PeerId, reason: str) -> list[Instruction]:
+        """Go on without a follower; it is told, for it may have accepted and its answer been lost."""
+        if search.followers.pop(peer, None) is None:
+            return []
+        search.failed[peer] = search.lost = f"{peer.short} {reason}"
+        return [SendRelease(peer)]
+
+    def _seal_done(self, search: Search, now: float) -> list[Instruction]:
         assert search.seal is not None
-        if len(search.followers) + 1 == len(search.seal.members):
+        if search.size == len(search.seal.members):
             seal = search.seal
             return [SendCommit(seal), self._conclude_group(search)]
-        if len(search.followers) + 1 >= search.terms.min_group and now < search.gives_up_at:
+        if search.sealable and now < search.gives_up_at:
             return self._send_seal(search, now)
         search.seal, search.until = None, math.inf
         self.phase = Phase.LOOKING
@@ -427,24 +361,29 @@ class Matchmaker:
         search = self._search
         if search is None:
             return []
+        overdue = search.asking is not None and now >= search.asked_at + self.timing.answer_s
         if self.phase is Phase.LOOKING:
-            if search.asking is not None and now >= search.asked_at + self.timing.answer_s:
+            if overdue and search.asking is not None:
                 search.failed[search.asking] = "no answer"
                 search.asking = None
             return self._advance(now)
-        if now < search.until:
-            return []
         if self.phase is Phase.SEALING:
-            for peer in list(search.unanswered):
-                search.followers.pop(peer, None)
-                search.failed[peer] = search.lost = f"{peer.short} did not answer the seal"
+            if now < search.until:
+                return []
+            silent = [self._drop(search, peer, "did not answer the seal") for peer in list(search.unanswered)]
             search.unanswered.clear()
-            return self._seal_done(search, now)
-        assert search.leader is not None
-        silent = search.leader
-        search.failed[silent] = "silent"
-        release: list[Instruction] = [SendRelease(silent)]
-        return release + self._look_again(search, None, now, f"leader {silent.short} fell silent")
+            return [*(instruction for drop in silent for instruction in drop), *self._seal_done(search, now)]
+        leader = search.leader
+        assert leader is not None
+        if now >= search.until:
+            search.failed[leader] = "silent"
+            return [SendRelease(leader), *self._look_again(search, None, now, f"leader {leader.short} fell silent")]
+        if self.phase is Phase.FOLLOWING and overdue:
+            return self._doubt(search, leader, "no answer", now)
+        if self.phase is Phase.FOLLOWING and search.asking is None and now >= search.check_at:
+            search.asking, search.asked_at = leader, now
+            return [AskJoin(leader)]
+        return []
 
     def _give_up(self, reason: str) -> list[Instruction]:
         search = self._search
@@ -453,25 +392,15 @@ class Matchmaker:
         search.lost = reason
         return self._conclude_without(search)
 
-    def _conclude_group(self, search: _Search) -> Concluded:
+    def _conclude_group(self, search: Search) -> Concluded:
         assert search.seal is not None
         self.phase, self._search = Phase.IDLE, None
         return Concluded(Group(search.seal.nonce.hex()), search.seal)
 
-    def _conclude_without(self, search: _Search) -> list[Instruction]:
+    def _conclude_without(self, search: Search) -> list[Instruction]:
+        outcome = search.outcome(knows_others=bool(self._view.hinted or search.heard))
         released: list[Instruction] = [SendRelease(peer) for peer in search.followers]
         if self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and search.leader is not None:
             released.append(SendRelease(search.leader))
-        outcome: Outcome
-        if search.mismatch is not None:
-            outcome = search.mismatch
-        elif not self._hinted and not search.followers and not search.lost:
-            outcome = Alone()
-        else:
-            reason = search.lost or "; ".join(f"{p.short}: {r}" for p, r in list(search.failed.items())[:4])
-            outcome = TooFew(len(search.followers) + 1, search.terms.min_group, reason or "others were not looking")
         self.phase, self._search = Phase.IDLE, None
         return [*released, Concluded(outcome)]
-
-    def _mismatch(self, peer: PeerId, theirs: bytes, search: _Search) -> Mismatch:
-        return Mismatch(str(peer), search.terms.schema_hash.hex(), theirs.hex())

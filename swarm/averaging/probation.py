@@ -27,7 +27,7 @@ class Offence(Enum):
 
 
 _GRAVITY = {Offence.STALLED: 0.4}
-"""How much of an offence one report is: a stall is usually the network's fault, so that only the third in a row counts."""
+"""How much of an offence one report is: a stall is usually the network's fault, so only the third in a row counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from swarm.averaging.exchange import EXCHANGE, Exchange
 from swarm.averaging.gossip import Gossip, Strategy
 from swarm.averaging.rounds import Alone, Group, Mismatch, Round, RoundDegraded, RoundFinished, TooFew
 from swarm.averaging.service import COMMIT, JOIN, SEAL, AveragingService
+from swarm.averaging.view import priority
 from swarm.config import PeerConfig
 from swarm.endpoint import Endpoint
 from swarm.errors import ClosedError, MalformedFrameError, NoGroupError, UsageError
@@ -401,7 +402,7 @@ def test_a_peer_that_looks_is_noticed_by_one_that_does_not(world: World, looks_f
     async def main() -> None:
         one, two = await mates(world, random_values(2))
         assert not two.averager.others_waiting
-        first, second = sorted((one, two), key=lambda m: m.averager._seat.matchmaker._number)  # type: ignore[union-attr]
+        first, second = sorted((one, two), key=lambda m: priority("trunk", m.endpoint.peer_id))
         if looks_first == 0:
             first, second = second, first
         looking = asyncio.create_task(second.averager.step_async())

@@ -38,8 +38,10 @@ from swarm.averaging.decisions import (
     Timing,
     Verdict,
 )
-from swarm.averaging.matchmaking import Matchmaker, Phase, priority
+from swarm.averaging.matchmaking import Matchmaker
 from swarm.averaging.rounds import Alone, Group, Member, Mismatch, Seal, TooFew
+from swarm.averaging.search import Phase
+from swarm.averaging.view import priority
 from swarm.identity import PeerId
 
 KEY = "trunk"
@@ -82,7 +84,6 @@ class Net:
                 Member(peer, (), 1.0),
                 TIMING,
                 random.Random(self.rng.random()),
-                split=equal_parts,
                 new_nonce=lambda: self.rng.randbytes(16),
                 random_order=random_order,
             )
@@ -367,7 +368,7 @@ def trio() -> list[PeerId]:
 
 def maker(peer: PeerId) -> Matchmaker:
     return Matchmaker(
-        KEY, Member(peer, (), 1.0), TIMING, random.Random(0), split=equal_parts, new_nonce=lambda: b"n" * 16
+        KEY, Member(peer, (), 1.0), TIMING, random.Random(0), new_nonce=lambda: b"n" * 16
     )
 
 
@@ -468,7 +469,8 @@ def test_a_member_that_refuses_the_seal_is_left_out_of_the_next(trio: list[PeerI
     assert isinstance(offer, OfferSeal)
     assert [m.peer_id for m in offer.seal.members] == [me, good, bad]
     assert machine.handle(SealAnswered(good, offer.seal.nonce, True), 0.2) == []
-    (again,) = machine.handle(SealAnswered(bad, offer.seal.nonce, False, "busy"), 0.2)
+    told, again = machine.handle(SealAnswered(bad, offer.seal.nonce, False, "busy"), 0.2)
+    assert told == SendRelease(bad)
     assert isinstance(again, OfferSeal)
     assert [m.peer_id for m in again.seal.members] == [me, good]
     done = machine.handle(SealAnswered(good, again.seal.nonce, True), 0.3)
@@ -478,8 +480,15 @@ def test_a_member_that_refuses_the_seal_is_left_out_of_the_next(trio: list[PeerI
 def test_a_silent_leader_is_left_and_another_found(trio: list[PeerId]) -> None:
     low, other, me = trio
     machine = following(me, low)
-    instructions = machine.handle(Tick(), machine.wake_at)
+    assert machine.handle(Tick(), machine.wake_at) == [AskJoin(low)]
+    machine.handle(JoinAnswered(low, Verdict.ACCEPTED, 3.0), 1.2)
+    assert machine.phase is Phase.FOLLOWING
+    assert machine.handle(Tick(), machine.wake_at) == [AskJoin(low)]
+    assert machine.handle(AskFailed(low, "connection refused"), 2.3) == []
+    assert machine.handle(Tick(), machine.wake_at) == [AskJoin(low)]
+    instructions = machine.handle(AskFailed(low, "connection refused"), 2.4)
     assert instructions[0] == SendRelease(low)
+    assert isinstance(instructions[1], Concluded), "there is nobody else"
     machine = following(me, low)
     machine.handle(Hinted((low, other)), 0.2)
     assert machine.handle(Released(low, other), 0.3) == [AskJoin(other)]

@@ -1,0 +1,401 @@
+"""This peer's place under one averaging key: feeds its matchmaker, and leads incoming streams to the sealed group."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swarm.averaging.bandwidth import Bandwidths
+from swarm.averaging.board import Board, MatchmakingImpaired
+from swarm.averaging.calls import Calls
+from swarm.averaging.decisions import (
+    AnswerJoin,
+    AnswerSeal,
+    AskFailed,
+    AskJoin,
+    Begin,
+    Committed,
+    Concluded,
+    GiveUp,
+    Hinted,
+    Instruction,
+    JoinAnswered,
+    MatchEvent,
+    Nudge,
+    OfferSeal,
+    Released,
+    SealOffered,
+    SendCommit,
+    SendRelease,
+    Terms,
+    Tick,
+    Timing,
+    Verdict,
+)
+from swarm.averaging.exchange import Exchange
+from swarm.averaging.gossip import Gossip, Strategy
+from swarm.averaging.grid import Grid
+from swarm.averaging.matchmaking import Matchmaker
+from swarm.averaging.messages import join_response, read_join, read_seal
+from swarm.averaging.probation import Probation
+from swarm.averaging.rounds import Member, Seal
+from swarm.averaging.seals import MAX_ENTER_S
+from swarm.endpoint import Endpoint
+from swarm.errors import NoGroupError, UsageError
+from swarm.identity import PeerId
+from swarm.net.transport import Contact
+from swarm.pb import averaging_pb2 as pb
+
+HINT_EVERY_S = 0.5
+"""While looking, the DHT is read at most this often."""
+KEPT_EXCHANGES = 4
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A search that was begun before its round, and the group that it found."""
+
+    task: asyncio.Task[Concluded]
+    nonce: bytes = b""
+    sealed_at: float = 0.0
+    awaited: bool = False
+    """Whether a member of the group waits for us to enter."""
+    expiry: asyncio.Task[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.task.done() and not self.nonce
+
+
+class Seat:
+    """This peer's place under one averaging key: its matchmaker and the exchanges it is in."""
+
+    def __init__(
+        self, endpoint: Endpoint, key: str, strategy: Strategy, bandwidth: Bandwidths, probation: Probation
+    ) -> None:
+        window_s = endpoint.config.averaging.matchmaking_s
+        self.key = key
+        self.board = Board(endpoint, key)
+        self._endpoint = endpoint
+        self._bandwidth = bandwidth
+        self._timing = Timing(
+            window_s=window_s,
+            poll_s=min(0.25, window_s / 20),
+            settle_s=min(0.5, window_s / 5),
+            answer_s=min(5.0, window_s / 2),
+            check_s=min(1.0, window_s / 8),
+        )
+        self._calls = Calls(endpoint, key, self._timing.answer_s)
+        self._grid = None if isinstance(strategy, Gossip) else Grid(strategy.max_group, endpoint.runtime.rng)
+        self._looked_at = -math.inf
+        self._counted_at = -math.inf
+        self._looked_in: str | None = None
+        self._wake = asyncio.Event()
+        self._concluded: asyncio.Future[Concluded] | None = None
+        self._ahead: _Ahead | None = None
+        self._exchanges: dict[bytes, asyncio.Future[Exchange]] = {}
+        self.matchmaker = Matchmaker(
+            key,
+            Member(endpoint.peer_id, (), 0.0),
+            self._timing,
+            endpoint.runtime.rng,
+            new_nonce=lambda: secrets.token_bytes(16),
+            random_order=isinstance(strategy, Gossip),
+            barred=lambda peer: probation.reason(peer, self.now),
+        )
+
+    @property
+    def now(self) -> float:
+        return self._endpoint.runtime.clock.time()
+
+    @property
+    def others_waiting(self) -> bool:
+        """Whether another peer looks for a group while we do not, or waits in one that we prepared."""
+        return self.matchmaker.others_waiting(self.now) or (self._ahead is not None and self._ahead.awaited)
+
+    # Searches --------------------------------------------------------------------------------------------------------
+
+    async def match(self, terms: Terms, timeout_s: float | None) -> Concluded:
+        """The group prepared ahead, if there is one, else look for one. Never raises for what others do.
+
+        `enter_within_s` of the seal is what is left of it now.
+        """
+        begun = self.now
+        if self._ahead is not None:
+            prepared = await self._claim(self._ahead, timeout_s)
+            if prepared is not None:
+                return prepared
+        left_s = math.inf if timeout_s is None else max(0.0, timeout_s - (self.now - begun))
+        return await self._search(terms, left_s)
+
+    def prepare(self, terms: Terms, at_s: float) -> bool:
+        """Begin to look for the group of the next round, which is expected in `at_s`; `match` takes it from there.
+
+        The group waits for this peer until then and for `chunk_timeout_s` more. False if a search runs, or a group is
+        prepared already.
+        """
+        if self._concluded is not None or (self._ahead is not None and not self._ahead.failed):
+            return False
+        ahead = replace(terms, enters_in_s=min(max(0.0, at_s), MAX_ENTER_S))
+        search = self._look_ahead(ahead)
+        self._ahead = _Ahead(self._endpoint.runtime.spawn(search, f"averaging {self.key}: next group"))
+        return True
+
+    async def _look_ahead(self, terms: Terms) -> Concluded:
+        concluded = await self._search(terms, math.inf)
+        ahead, seal = self._ahead, concluded.seal
+        if ahead is not None and seal is not None:
+            ahead.nonce, ahead.sealed_at = seal.nonce, self.now
+            patience_s = seal.enter_within_s + self._endpoint.config.averaging.chunk_timeout_s
+            ahead.expiry = self._start(self._expire(ahead, patience_s))
+        return concluded
+
+    async def _expire(self, ahead: _Ahead, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if self._ahead is ahead:
+            self._ahead = None
+            self.leave(ahead.nonce)
+            reason = f"the group prepared ahead was not used within {after_s:.1f} s"
+            self._endpoint.runtime.emit(MatchmakingImpaired(self.key, reason))
+
+    async def _claim(self, ahead: _Ahead, timeout_s: float | None) -> Concluded | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                concluded = await asyncio.shield(ahead.task)
+        except TimeoutError:
+            self.feed(GiveUp("it took too long"))
+            concluded = await ahead.task
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
+        if self._ahead is ahead:
+            self._ahead = None
+            if ahead.expiry is not None:
+                ahead.expiry.cancel()
+            if concluded.seal is not None:
+                left_s = max(0.0, concluded.seal.enter_within_s - (self.now - ahead.sealed_at))
+                return replace(concluded, seal=replace(concluded.seal, enter_within_s=left_s))
+        return None
+
+    def abandon(self) -> None:
+        """Give up what was prepared; members of a group that was sealed do without us."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.task.cancel()
+            if ahead.expiry is not None:
+                ahead.expiry.cancel()
+            if ahead.nonce:
+                self.leave(ahead.nonce)
+
+    def close(self) -> None:
+        """End every search; the board is withdrawn apart from this."""
+        self.abandon()
+        self.feed(GiveUp("the averager was closed"))
+
+    async def _search(self, terms: Terms, timeout_s: float) -> Concluded:
+        if self._concluded is not None:
+            raise UsageError("A round of this averager is running.", fix="Wait for it before starting another.")
+        concluded: asyncio.Future[Concluded] = asyncio.get_running_loop().create_future()
+        self._concluded = concluded
+        try:
+            cell = await self._choose_cell()
+            me = self._endpoint.contact
+            terms = replace(
+                terms,
+                cell=cell,
+                sends_only=self._endpoint.config.averaging.sends_only or not me.addresses,
+                measured=self._bandwidth.measured(),
+            )
+            self.matchmaker.me = Member(self._endpoint.peer_id, me.addresses, terms.weight)
+            self.feed(Begin(terms, timeout_s, warm=self._is_warm(cell)))
+            async with asyncio.TaskGroup() as group:
+                helpers = [group.create_task(self._tick()), group.create_task(self._refresh_hints(cell))]
+                try:
+                    result = await concluded
+                finally:
+                    for helper in helpers:
+                        helper.cancel()
+        finally:
+            self.feed(GiveUp("cancelled"))
+            self._concluded = None
+        self._after(result)
+        return result
+
+    def _after(self, result: Concluded) -> None:
+        """Choose where to meet others next time, and learn who is there before that is urgent."""
+        if self._grid is not None and self.matchmaker.cell:
+            if result.seal is None:
+                self._grid.scatter()
+            else:
+                ranks = [member.peer_id for member in result.seal.members]
+                self._grid.advance(ranks.index(self._endpoint.peer_id), result.seal.nonce)
+            self._start(self._move())
+        elif self.now - self._looked_at > self._endpoint.config.heartbeat_s / 3:
+            self._start(self.read_hints(""))
+
+    async def _move(self) -> None:
+        if self._grid is not None and self._concluded is None:
+            await self.board.enter(self._grid.cell(self.board.population))
+
+    # Instructions ----------------------------------------------------------------------------------------------------
+
+    def feed(self, event: MatchEvent) -> Instruction | None:
+        """Give an event to the matchmaker, carry out its instructions, return its answer if there is one."""
+        answer: Instruction | None = None
+        for instruction in self.matchmaker.handle(event, self.now):
+            match instruction:
+                case AnswerJoin() | AnswerSeal():
+                    answer = instruction
+                case Concluded(_, seal):
+                    if seal is not None:
+                        self._expect(seal.nonce)
+                    if self._concluded is not None and not self._concluded.done():
+                        self._concluded.set_result(instruction)
+                case _:
+                    self._start(self._carry_out(instruction))
+        self._wake.set()
+        return answer
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._endpoint.runtime.spawn(coroutine, f"averaging {self.key}")
+
+    async def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case AskJoin(peer) | Nudge(peer):
+                answer: JoinAnswered | AskFailed = AskFailed(peer, "we look no more")
+                if (terms := self.matchmaker.terms) is not None:
+                    left_s = max(0.0, self.matchmaker.closes_at - self.now)
+                    answer = await self._calls.join(peer, terms, left_s)
+                about_us = (Verdict.MISMATCH, Verdict.PROBATION)
+                if isinstance(instruction, AskJoin) or isinstance(answer, AskFailed) or answer.verdict in about_us:
+                    self.feed(answer)
+            case OfferSeal(seal):
+                async with asyncio.TaskGroup() as group:
+                    for member in seal.members:
+                        if member.peer_id != self._endpoint.peer_id:
+                            group.create_task(self._offer(Contact(member.peer_id, member.addresses), seal))
+            case SendCommit(seal):
+                await self._calls.commit(seal)
+            case SendRelease(peer, redirect):
+                await self._calls.release(peer, redirect)
+
+    async def _offer(self, contact: Contact, seal: Seal) -> None:
+        self.feed(await self._calls.offer(contact, seal))
+
+    # Time and hints --------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            self._wake.clear()
+            delay = max(0.0, self.matchmaker.wake_at - self.now)
+            try:
+                async with asyncio.timeout(None if delay == math.inf else delay):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.feed(Tick())
+
+    async def _choose_cell(self) -> str:
+        if self._grid is None:
+            return ""
+        if self.now - self._counted_at > self._endpoint.config.heartbeat_s:
+            await self.read_hints("")
+        cell = self._grid.cell(self.board.population)
+        await self.board.enter(cell)
+        return cell
+
+    def _is_warm(self, cell: str) -> bool:
+        return self._looked_in == cell and self.now - self._looked_at < self._endpoint.config.heartbeat_s
+
+    async def _refresh_hints(self, cell: str) -> None:
+        pause_s = max(HINT_EVERY_S, self._timing.poll_s)
+        if self._is_warm(cell):
+            await asyncio.sleep(pause_s)
+        while True:
+            await self.read_hints(cell)
+            await asyncio.sleep(pause_s)
+
+    async def read_hints(self, cell: str) -> None:
+        """Learn from the DHT who averages under this key, in this cell."""
+        contacts = await self.board.look(cell)
+        if contacts is None:
+            return
+        for contact in contacts:
+            self._calls.remember(contact)
+        self._looked_in, self._looked_at = cell, self.now
+        if not cell:
+            self._counted_at = self.now
+        if cell == self.matchmaker.cell:
+            self.feed(Hinted(tuple(contact.peer_id for contact in contacts)))
+
+    # Serving ---------------------------------------------------------------------------------------------------------
+
+    def joined(self, caller: PeerId, request: pb.JoinGroupRequest) -> pb.JoinGroupResponse:
+        asked = read_join(caller, request)
+        self._calls.remember(Contact(caller, asked.member.addresses))
+        answer = self.feed(asked)
+        assert isinstance(answer, AnswerJoin)
+        return join_response(answer, self._calls.contact(answer.leader))
+
+    def sealed(self, caller: PeerId, request: pb.SealGroupRequest) -> pb.SealGroupResponse:
+        seal = read_seal(request)
+        answer = self.feed(SealOffered(caller, seal))
+        assert isinstance(answer, AnswerSeal)
+        if answer.accepted:
+            self._expect(seal.nonce)
+        return pb.SealGroupResponse(accepted=answer.accepted, reason=answer.reason)
+
+    def released(self, caller: PeerId, request: pb.ReleaseGroupRequest) -> None:
+        redirect = PeerId(bytes(request.redirect)) if request.redirect else None
+        if redirect is not None:
+            self._calls.remember_redirect(redirect, request.redirect_addresses)
+        self.feed(Released(caller, redirect))
+
+    # Exchanges -------------------------------------------------------------------------------------------------------
+
+    def _expect(self, nonce: bytes) -> asyncio.Future[Exchange]:
+        if nonce not in self._exchanges:
+            while len(self._exchanges) >= KEPT_EXCHANGES:
+                self._exchanges.pop(next(iter(self._exchanges))).cancel()
+            self._exchanges[nonce] = asyncio.get_running_loop().create_future()
+        return self._exchanges[nonce]
+
+    def enter(self, nonce: bytes, exchange: Exchange) -> None:
+        """Let streams of the sealed group reach the exchange."""
+        self._expect(nonce).set_result(exchange)
+
+    def takes_part(self, nonce: bytes) -> bool:
+        """Whether this peer pledged itself to the group, or is in it."""
+        return nonce in self._exchanges
+
+    def leave(self, nonce: bytes) -> None:
+        future = self._exchanges.pop(nonce, None)
+        if future is not None:
+            future.cancel()
+
+    async def exchange(self, nonce: bytes) -> Exchange:
+        """The exchange of a group that this peer pledged itself to; a member's stream implies that the group exists.
+
+        Waits until this peer enters it; a group that was prepared ends by itself if it never does.
+
+        Raises:
+            NoGroupError: This peer is in no such group.
+        """
+        self.feed(Committed(nonce))
+        future = self._exchanges.get(nonce)
+        if future is None:
+            raise NoGroupError("This peer is in no such group.")
+        patience_s: float | None = self._timing.answer_s
+        if self._ahead is not None and not future.done():
+            patience_s = MAX_ENTER_S
+            self._ahead.awaited = True
+        try:
+            async with asyncio.timeout(patience_s):
+                return await asyncio.shield(future)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not future.cancelled():
+                raise
+            raise NoGroupError("This peer left the group before the exchange.") from error
