@@ -127,13 +127,12 @@ class Averager:
 
     @property
     def others_waiting(self) -> bool:
-        """Whether another peer looks for a group under this key right now, while we do not."""
-        return self._seat is not None and self._seat.matchmaker.others_waiting(self._seat.now)
+        """Whether another peer looks for a group under this key while we do not, or waits for us in a prepared one."""
+        return self._seat is not None and self._seat.others_waiting
 
     async def open(self) -> None:
         """Announce this peer under the key. The first round does it too."""
-        if self._closed or self._service.closed:
-            raise ClosedError("The averager is closed, or its peer.")
+        self._check_open()
         if self._seat is None:
             self._seat = await self._service.open(self.key, self.strategy)
 
@@ -185,10 +184,57 @@ class Averager:
         finally:
             self._busy.release()
 
-    def _start(self, weight: float) -> float:
-        """Begin a round; the checked weight."""
+    def prepare(self, weight_hint: float | None = None, at_s: float | None = None) -> None:
+        """Begin to look for the next round's group now, while you compute, so that `step` costs the exchange only.
+
+        Returns at once. A sealed group waits for this peer until `at_s` and `chunk_timeout_s` more; who does not come
+        by then is left out of it, and the others go on. `step` says which weight counts. A second call before `step`
+        does nothing.
+
+        Args:
+            weight_hint: The weight that `step` will probably get.
+            at_s: In how many seconds `step` will be called; by default within the matchmaking window.
+
+        Raises:
+            UsageError: A weight or time that cannot be.
+            ClosedError: The averager or its peer is closed.
+        """
+        if self._endpoint.loop is None:
+            raise RuntimeError("An endpoint on a virtual loop has no synchronous facade.")
+        self._check_open()
+        weight, at_s = self._checked_plan(weight_hint, at_s)
+        self._endpoint.loop.submit(self._prepare(weight, at_s))
+
+    async def prepare_async(self, weight_hint: float | None = None, at_s: float | None = None) -> bool:
+        """Like `prepare`, for code on the event loop; whether a search began."""
+        self._check_open()
+        return await self._prepare(*self._checked_plan(weight_hint, at_s))
+
+    def _checked_plan(self, weight_hint: float | None, at_s: float | None) -> tuple[float, float]:
+        plan_s = self._endpoint.config.averaging.matchmaking_s if at_s is None else at_s
+        if not 0 <= plan_s < math.inf:
+            raise UsageError(f"A round in {plan_s} s cannot be prepared.", fix="Use a time that is not negative.")
+        return checked_weight(1.0 if weight_hint is None else weight_hint), plan_s
+
+    async def _prepare(self, weight: float, at_s: float) -> bool:
+        try:
+            await self.open()
+        except ClosedError:
+            return False  # closed since the call
+        assert self._seat is not None
+        return self._seat.prepare(self._terms(weight), at_s)
+
+    def _terms(self, weight: float) -> Terms:
+        strategy = self.strategy
+        return Terms(self.schema_hash, weight, self.vector.numel, strategy.min_group, strategy.max_group)
+
+    def _check_open(self) -> None:
         if self._closed or self._service.closed:
             raise ClosedError("The averager is closed, or its peer.")
+
+    def _start(self, weight: float) -> float:
+        """Begin a round; the checked weight."""
+        self._check_open()
         weight = checked_weight(weight)
         if [TensorMeta.of(t) for t in self._tensors] != list(self.vector.metas):
             raise SchemaMismatchError("A tensor has another shape or dtype than when the averager was made.")
@@ -215,8 +261,7 @@ class Averager:
         assert seat is not None
         clock, config = self._endpoint.runtime.clock, self._endpoint.config
         begun, report = clock.time(), RoundReport()
-        terms = Terms(self.schema_hash, weight, vector.numel, self.strategy.min_group, self.strategy.max_group)
-        concluded = await seat.match(terms, timeout_s)
+        concluded = await seat.match(self._terms(weight), timeout_s)
         outcome, seal, exchange_s = concluded.outcome, concluded.seal, 0.0
         if seal is not None:
             sealed_at = clock.time()

@@ -191,11 +191,6 @@ class Seat:
             if ahead.nonce:
                 self.leave(ahead.nonce)
 
-    def close(self) -> None:
-        """End every search; the board is withdrawn apart from this."""
-        self.abandon()
-        self.feed(GiveUp("the averager was closed"))
-
     async def _search(self, terms: Terms, timeout_s: float) -> Concluded:
         if self._concluded is not None:
             raise UsageError("A round of this averager is running.", fix="Wait for it before starting another.")

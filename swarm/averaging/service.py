@@ -62,7 +62,7 @@ class AveragingService:
         """Stop taking part under a key and withdraw the announcement. Idempotent."""
         seat = self._seats.pop(key, None)
         if seat is not None:
-            seat.close()
+            seat.abandon()
             await seat.board.withdraw()
 
     def report(self, peer: PeerId, offence: Offence, detail: str = "") -> None:
