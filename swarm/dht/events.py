@@ -17,6 +17,15 @@ class RecordRefused(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RecordEvicted(Event):
+    """A record that this peer held for another gave way to a newer one, because a bound of the storage was reached."""
+
+    key: str
+    author: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ContactDropped(Event):
     """A peer left the routing table because it could not be reached or does not behave."""
 

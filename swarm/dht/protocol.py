@@ -10,7 +10,7 @@ from swarm.config import DhtConfig
 from swarm.dht.claims import Claims
 from swarm.dht.crawl import Told
 from swarm.dht.digests import DIGEST_BYTES, digest_of
-from swarm.dht.events import ContactDropped, PeerThrottled, RecordRefused
+from swarm.dht.events import ContactDropped, PeerThrottled, RecordEvicted, RecordRefused
 from swarm.dht.flood import FloodGuard
 from swarm.dht.records import MAX_NAME_BYTES, Checker, Copy, Refusal, position_of, remaining_ms, to_wire
 from swarm.dht.routing import ID_BYTES, AddressBook, PeerNode
@@ -117,6 +117,7 @@ class Protocol:
         """Called with a claim (see `swarm.dht.claims`) that has just come and may be verified; returns the task that
         does so, if it is done now."""
         self.checker = Checker(transport.run_id, config.max_body_bytes)
+        storage.on_evicted = self._evicted
         self.on_held: Callable[[str], None] | None = None
         """Called with the key of every record that is newly held here."""
         self.roles = transport.roles
@@ -129,6 +130,10 @@ class Protocol:
         self._transport.serve(PING, self._on_ping)
         self._transport.serve(FIND, self._on_find)
         self._transport.serve(STORE, self._on_store)
+
+    def _evicted(self, copy: Copy, bound: str) -> None:
+        reason = f"the storage's bound on {bound} is reached"
+        self._runtime.emit(RecordEvicted(key=copy.record.key, author=str(copy.record.author_id), reason=reason))
 
     def take_pings(self) -> list[PeerNode]:
         """Nodes of full buckets that new peers wait to replace; they should be pinged."""
