@@ -13,7 +13,8 @@ count as soon as their digest is that of entries already here.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,12 +23,18 @@ from operator import itemgetter
 from kademlia.node import Node, NodeHeap
 
 from swarm.dht.digests import digest_of
+from swarm.dht.hearsay import Hearsay
 from swarm.dht.records import Copy, EntryId, merge
 from swarm.dht.routing import ID_BYTES, PeerNode
 from swarm.errors import MalformedFrameError
 
 MAX_CANDIDATES = 256
 """Peers that one lookup considers; the farthest beyond are forgotten."""
+MAX_ELSEWHERE = 3
+"""Further addresses of one candidate that are tried when the first do not lead to it."""
+MAX_NEAR_PER_SUBNET = 2
+"""Peers with public addresses in one /24 or /64 among the nearest that count, while there are others: ids near a key
+can be searched for, but not in many subnets."""
 MAX_BATCH = 64
 """Positions in one request."""
 MAX_IN_FLIGHT = 64
@@ -53,19 +60,61 @@ class Candidates(NodeHeap):  # type: ignore[misc]
 
     def __init__(self, target: int) -> None:
         super().__init__(Node(target.to_bytes(ID_BYTES, "big")), MAX_CANDIDATES)
-        self._ids: dict[bytes, None] = {}
+        self._by_id: dict[bytes, PeerNode] = {}
+        self._elsewhere: dict[bytes, list[PeerNode]] = {}
+        """The same peers at other addresses: one of two who name them may lie."""
 
     def __contains__(self, node: Node) -> bool:
-        return node.id in self._ids
+        return node.id in self._by_id
 
     def push(self, nodes: Iterable[PeerNode]) -> None:
         target = self.node.long_id
         for node in nodes:
-            if node.id not in self._ids:
-                self._ids[node.id] = None
+            known = self._by_id.get(node.id)
+            if known is None:
+                self._by_id[node.id] = node
                 insort(self.heap, (node.long_id ^ target, node), key=itemgetter(0))
+            elif known.contact.addresses != node.contact.addresses:
+                others = self._elsewhere.setdefault(node.id, [])
+                if len(others) < MAX_ELSEWHERE and all(o.contact != node.contact for o in others):
+                    others.append(node)
         while len(self.heap) > MAX_CANDIDATES:
-            del self._ids[self.heap.pop()[1].id]
+            gone = self.heap.pop()[1]
+            del self._by_id[gone.id]
+            self._elsewhere.pop(gone.id, None)
+
+    def current(self, node: PeerNode) -> bool:
+        """Whether a candidate is looked for at just these addresses."""
+        known = self._by_id.get(node.id)
+        return known is None or known.contact.addresses == node.contact.addresses
+
+    def redirect(self, node: PeerNode) -> bool:
+        """Look for a candidate at other addresses from now on; false if none are known."""
+        others = self._elsewhere.get(node.id)
+        if not others or node.id not in self._by_id:
+            return False
+        other = others.pop(0)
+        self._by_id[node.id] = other
+        at = bisect_left(self.heap, node.long_id ^ self.node.long_id, key=itemgetter(0))
+        self.heap[at] = (self.heap[at][0], other)
+        return True
+
+
+def _spread(nodes: Iterable[PeerNode], count: int) -> list[PeerNode]:
+    """The first `count`, of which at most `MAX_NEAR_PER_SUBNET` in one public subnet, unless there are too few."""
+    found: list[PeerNode] = []
+    spare: list[PeerNode] = []
+    taken: Counter[str] = Counter()
+    for node in nodes:
+        subnets = node.subnets
+        if any(taken[subnet] >= MAX_NEAR_PER_SUBNET for subnet in subnets):
+            spare.append(node)
+            continue
+        taken.update(subnets)
+        found.append(node)
+        if len(found) == count:
+            break
+    return found + spare[: count - len(found)]
 
 
 class Lookup:
@@ -88,6 +137,7 @@ class Lookup:
         self._depth: dict[bytes, int] = {}
         """Of candidates that were not known from the start: so many answers led there."""
         self._answered: dict[bytes, None] = {}
+        self._hearsay = Hearsay()
         if me is not None:
             self._candidates.push([me])
             self._state[me.id] = State.ANSWERED
@@ -122,29 +172,33 @@ class Lookup:
         return max((self._depth.get(node.id, 1) for node in self.nearest() if node.id in self._answered), default=0)
 
     def window(self) -> list[PeerNode]:
-        """The `width` nearest candidates that have not failed and are not slow."""
-        found: list[PeerNode] = []
-        for _, node in self._candidates.heap:
-            if self.state(node) not in (State.FAILED, State.SLOW):
-                found.append(node)
-                if len(found) == self.width:
-                    break
-        return found
+        """The `width` nearest candidates that count: not failed, not slow, named by somebody who is believed."""
+        return _spread((node for _, node in self._candidates.heap if self._eligible(node)), self.width)
+
+    def _eligible(self, node: PeerNode) -> bool:
+        state = self.state(node)
+        if state is State.NEW:
+            return self._hearsay.counts(node.id)
+        return state not in (State.FAILED, State.SLOW)
 
     def nearest(self, count: int | None = None) -> list[PeerNode]:
         """The nearest peers that answered, nearest first."""
-        answered = [node for _, node in self._candidates.heap if self.state(node) is State.ANSWERED]
-        return answered[: count or self.width]
+        answered = (node for _, node in self._candidates.heap if self.state(node) is State.ANSWERED)
+        return _spread(answered, count or self.width)
 
     def next(self, parallelism: int) -> list[PeerNode]:
         """Peers to ask now, so that `parallelism` requests are in flight; they count as asked."""
         if self._asked >= parallelism or self.satisfied:
             return []
-        found = [n for n in self.window() if self.state(n) is State.NEW][: parallelism - self._asked]
+        found = [n for n in self._useful() if self.state(n) is State.NEW][: parallelism - self._asked]
         for node in found:
             self._state[node.id] = State.ASKED
         self._asked += len(found)
         return found
+
+    def _useful(self) -> list[PeerNode]:
+        """Who should be asked, if it has not been yet."""
+        return self.window()
 
     def answered(self, node: PeerNode, nearer: Iterable[PeerNode]) -> None:
         self._hear(node, State.ANSWERED, nearer)
@@ -152,18 +206,35 @@ class Lookup:
     def _hear(self, node: PeerNode, state: State, nearer: Iterable[PeerNode]) -> None:
         self._leave(node, state)
         self._answered[node.id] = None
+        self._hearsay.proved(node.id)
+        nearer = list(nearer)
         new = [n for n in nearer if n not in self._candidates]
-        self._candidates.push(new)
+        for other in nearer:
+            # who is known first-hand, or has answered, needs nobody's word
+            if self.state(other) is State.NEW and (other in new or not self._hearsay.first_hand(other.id)):
+                self._hearsay.named(other.id, node.id)
+        self._candidates.push(nearer)
         self._depth.update(dict.fromkeys((n.id for n in new), self._depth.get(node.id, 1) + 1))
 
     def failed(self, node: PeerNode) -> None:
-        self._leave(node, State.FAILED)
+        if self._candidates.current(node):
+            self._gone(node, State.FAILED)
+
+    def _gone(self, node: PeerNode, state: State) -> None:
+        """A candidate is not at these addresses; others may be known."""
+        if self._candidates.redirect(node):
+            self._leave(node, State.NEW)
+            return
+        if self.state(node) is State.ASKED:
+            self._hearsay.refuted(node.id)
+        self._leave(node, state)
 
     def slow(self, node: PeerNode) -> None:
         """The peer has not answered for long; go on without it."""
-        if self.state(node) is State.ASKED:
-            self._leave(node, State.SLOW)
-            self._slow += 1
+        if self.state(node) is State.ASKED and self._candidates.current(node):
+            self._gone(node, State.SLOW)
+            if self.state(node) is State.SLOW:
+                self._slow += 1
 
     def _leave(self, node: PeerNode, state: State) -> None:
         before = self.state(node)
@@ -222,6 +293,8 @@ class Read(Lookup):
         self._me = me
         self._agreement = agreement
         self._replies: dict[bytes, dict[EntryId, Copy]] = {me.id: merge(own)}
+        self._ranks = {me.id: _ranks(self._replies[me.id])}
+        self._union = _ranks(self.merged)
         self._authored = merge(authored)
         self._sets: dict[bytes, dict[EntryId, Copy]] = {}
         """Entries by their digest, as far as others may answer by it."""
@@ -248,11 +321,15 @@ class Read(Lookup):
     def _agree(self) -> bool:
         """Whether the nearest that are alive, as many as `agreement` says, all hold just the union."""
         near = self.window()[: self._agreement]
-        if not self.merged or not near or len(near) < self._agreement:
+        if not self.merged or len(near) < self._agreement:
             return False
-        union = _ranks(self.merged)
-        replies = [self._replies.get(node.id) for node in near]
-        return all(reply is not None and _ranks(reply) == union for reply in replies)
+        return all(self._ranks.get(node.id) == self._union for node in near)
+
+    def _useful(self) -> list[PeerNode]:
+        """While the answers do not differ, those whose agreement ends the read."""
+        window = super()._useful()
+        near = window[: self._agreement] if self.merged else []
+        return near if near and all(self._ranks.get(n.id, self._union) == self._union for n in near) else window
 
     def next(self, parallelism: int) -> list[PeerNode]:
         self._resolve()
@@ -288,9 +365,11 @@ class Read(Lookup):
 
     def _take(self, node: PeerNode, held: dict[EntryId, Copy]) -> None:
         self._replies[node.id] = held
-        before = _ranks(self.merged)
+        self._ranks[node.id] = _ranks(held)
         merge(held.values(), self.merged)
-        if _ranks(self.merged) != before:
+        union = _ranks(self.merged)
+        if union != self._union:
+            self._union = union
             self._digest = None
 
     def _learn(self, entries: Mapping[EntryId, Copy]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.config import DhtConfig
 from swarm.dht.crawl import Ask, Crawl, Lookup, Read
@@ -20,7 +20,7 @@ from swarm.identity import PeerId
 from swarm.net.transport import Contact
 from swarm.runtime import Runtime
 
-SEARCH_FACTOR = 2
+SEARCH_FACTOR = 1.6
 """While not everybody is known, so many times `replication` peers must answer before a neighbourhood counts as found,
 or a key as empty. Fewer sometimes know only each other."""
 ENDED_KEPT = 4096
@@ -35,10 +35,12 @@ SPARE_CONTACTS = 3
 
 @dataclass(slots=True)
 class Placed:
-    """How a copy fared: who holds it, and the highest version that an "outdated" refusal named."""
+    """How a copy fared: who holds it, the highest version that an "outdated" refusal named, and what another process of
+    our identity had written in its place."""
 
     accepted: int = 0
     outdated_by: int = 0
+    others: list[Copy] = field(default_factory=list)
 
 
 class Seek(Lookup):
@@ -152,7 +154,7 @@ class Operations:
 
     def _search_width(self) -> int:
         factor = 1 if self.book.table.complete else SEARCH_FACTOR
-        return max(self.config.replication, min(self.config.bucket_size, factor * self.config.replication))
+        return max(self.config.replication, min(self.config.bucket_size, round(factor * self.config.replication)))
 
     async def find_peer(self, peer_id: PeerId) -> Contact | None:
         """A peer that is not in the table; none if it did not answer."""
@@ -194,7 +196,7 @@ class Operations:
         async def send(ask: Ask) -> None:
             batch = [copy for lookup in ask.lookups for copy in by_position[lookup.target]]
             self.stats.messages += 1
-            answers = iter(await self.protocol.store(ask.node, batch, 0 if far else width))
+            answers = iter(await self.protocol.store(ask.node, batch, width))
             self.stats.messages += 1
             for lookup in ask.lookups:
                 nearer: list[PeerNode] = []
@@ -202,6 +204,8 @@ class Operations:
                     answer = next(answers)
                     nearer = answer.nearest or nearer
                     outcome = placed[copy.record.place_id]
+                    if answer.other is not None:
+                        outcome.others.append(answer.other)
                     if answer.refusal is Refusal.NONE:
                         outcome.accepted += 1
                     elif answer.refusal is Refusal.OUTDATED:
@@ -221,6 +225,9 @@ class Operations:
     def _hold(self, copies: Sequence[Copy], placed: Mapping[PlaceId, Placed]) -> None:
         for copy in copies:
             outcome = placed[copy.record.place_id]
+            held = self.storage.get(*copy.record.place_id)
+            if held is not None and held.record.incarnation != copy.record.incarnation:
+                outcome.others.append(held)
             try:
                 if self.storage.offer(copy, self.runtime.clock.time()) and self.protocol.on_held is not None:
                     self.protocol.on_held(copy.record.key)
