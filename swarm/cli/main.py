@@ -12,8 +12,9 @@ COMMANDS = {
     "create": "swarm.cli.create",
     "join": "swarm.cli.join",
     "demo": "swarm.cli.demo",
+    "dht": "swarm.cli.dht",
 }
-"""Command name -> module with a `command` function that typer can turn into a command."""
+"""Command name -> module with a `command` function that typer can turn into a command, or a `group` of commands."""
 _HELP_TOO = {"help_option_names": ["--help", "-h"]}
 
 
@@ -26,8 +27,11 @@ class _LazyCommands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
+        module = importlib.import_module(COMMANDS[cmd_name])
+        if hasattr(module, "group"):
+            return typer.main.get_command(module.group)
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-        single.command(cmd_name, context_settings=_HELP_TOO)(importlib.import_module(COMMANDS[cmd_name]).command)
+        single.command(cmd_name, context_settings=_HELP_TOO)(module.command)
         return typer.main.get_command(single)
 
 
@@ -64,6 +68,8 @@ def _root(
     **Help to train:** `swarm join INVITE` hosts experts until Ctrl-C. The owner of a run gives you the invite.
 
     **Start a run:** `swarm create run.toml` starts its first peer and prints invites.
+
+    **Look into a run:** `swarm dht peers INVITE` lists who is there, `swarm dht get KEY INVITE` what is published.
 
     Exit codes: 0 done, 2 usage or configuration, 3 network, 4 identity or invite, 5 bad data from a peer, 6 records,
     7 experts, 8 averaging, 9 state, 10 child processes, 130 aborted by a second Ctrl-C.

@@ -94,7 +94,8 @@ def show_error(error: SwarmError, as_json: bool) -> None:
         reasons = getattr(error, "reasons", None)
         if reasons:
             fields["reasons"] = reasons
-            fields["remembered"] = list(getattr(error, "remembered", ()))
+        if remembered := getattr(error, "remembered", None):
+            fields["remembered"] = list(remembered)
         print(json.dumps({"kind": "error", "ok": False, "exit_code": error.exit_code, "error": fields}), flush=True)
     else:
         print(f"swarm: {error}", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ from swarm.net.transport import Contact
 FILE_NAME = "known_peers.json"
 FILE_FORMAT = 1
 MAX_FILE_BYTES = 256 * 1024
+MAX_FILE_PEERS = 1024
 SAVED_FRACTION = 0.25
 """Part of the remembered peers that is kept on disk."""
 MAX_ADDRESSES = 4
@@ -131,13 +132,13 @@ class KnownPeers:
         for members in self._by_prefix(self._known.values()).values():
             members.sort(key=lambda k: -k.seen_s)
             ranked += [(place, -k.seen_s, k.contact.peer_id) for place, k in enumerate(members)]
-        subnets: Counter[str | None] = Counter()
+        taken: Counter[str] = Counter()
         chosen = []
         for _, _, peer_id in sorted(ranked):
             contact = self._known[peer_id].contact
-            subnet = PeerNode(contact).subnet
-            if subnet is None or subnets[subnet] < MAX_PER_SUBNET:
-                subnets[subnet] += 1
+            subnets = PeerNode(contact).subnets
+            if all(taken[subnet] < MAX_PER_SUBNET for subnet in subnets):
+                taken.update(subnets)
                 chosen.append(contact)
         return chosen[:count]
 
@@ -170,7 +171,7 @@ def write_known(path: Path, run_id: bytes, contacts: Sequence[Contact]) -> None:
     write_private(path, json.dumps(content, indent=1).encode())
 
 
-def read_known(path: Path, run_id: bytes, most: int) -> list[Contact]:
+def read_known(path: Path, run_id: bytes, most: int = MAX_FILE_PEERS) -> list[Contact]:
     """What `write_known` wrote, best first; empty if there is no file.
 
     Raises:

@@ -14,7 +14,7 @@ from swarm.dht.cache import CacheStats, ReadCache
 from swarm.dht.driver import Driver
 from swarm.dht.handover import Handover
 from swarm.dht.known import SAVED_FRACTION, KnownPeers, KnownPeersUnusable, read_known, write_known
-from swarm.dht.operations import Operations
+from swarm.dht.operations import DhtStats, Operations
 from swarm.dht.protocol import Protocol
 from swarm.dht.records import Copy, Entry, EntryId, check_names, check_ttl_ms, encode_body, to_entry
 from swarm.dht.routing import AddressBook
@@ -71,7 +71,7 @@ class Dht:
         self._transport = transport
         self._call_timeout_s = config.call_timeout_s
         book = AddressBook(Contact(transport.peer_id, ()), config.bucket_size, config.maintenance_s, runtime.clock.time)
-        self._storage = Storage(config)
+        self._storage = Storage(config, transport.peer_id.node_id)
         self._driver = Driver(runtime, config.call_timeout_s)
         self._protocol = Protocol(transport, config, runtime, book, self._storage)
         self._do = Operations(config, runtime, book, self._storage, self._protocol, self._driver)
@@ -97,6 +97,11 @@ class Dht:
         return len(self._storage)
 
     @property
+    def stats(self) -> DhtStats:
+        """What this peer's lookups have cost so far; a live object."""
+        return self._do.stats
+
+    @property
     def cache_stats(self) -> CacheStats:
         """What the cache of earlier answers did so far."""
         return self._cache.stats
@@ -115,13 +120,14 @@ class Dht:
             self._protocol.serve()
             self._driver.spawn(self._upkeep.run(), "dht-upkeep")
             self._driver.spawn(self._author.run(), "dht-renew")
+            self._save_soon()
 
     async def _load_known(self) -> None:
         if self._known_file is None:
             return
         try:
             found = await self._do.runtime.offload(
-                read_known, self._known_file, self._transport.run_id, self._most_saved
+                read_known, self._known_file, self._transport.run_id, self._most_saved + 1
             )
         except ConfigError as error:
             self._do.runtime.emit(KnownPeersUnusable(path=str(self._known_file), reason=error.message))
@@ -139,9 +145,9 @@ class Dht:
             self._driver.spawn(self._save_known(), "dht-remember")
 
     async def _save_known(self) -> None:
-        """Write the peers to return to, where they have changed."""
-        best = self._known.best(self._most_saved)
-        if self._known_file is None or best == self._saved or not best:
+        """Write the peers to return to, where they have changed; ourselves too, for commands on this machine."""
+        best = [*self._known.best(self._most_saved), self._transport.contact]
+        if self._known_file is None or best == self._saved:
             return
         self._saved = best
         try:
@@ -274,10 +280,13 @@ class Dht:
             result[key] = _entries(answer, now_s())
         return result
 
-    async def _read(self, keys: Sequence[str], *, fresh: bool) -> Merged:
+    async def _read(
+        self, keys: Sequence[str], *, fresh: bool, known: Mapping[str, Sequence[Copy]] | None = None
+    ) -> Merged:
         reading = self._cache.begin(self._do.runtime.clock.time())
         try:
-            found = await self._do.read(self._author.own(keys), full=fresh)
+            found = await self._do.read(self._author.own(keys), full=fresh, known=known)
+            self._author.notice(copy for entries in found.values() for copy in entries.values())
             self._cache.finish(reading, found)
             return found
         finally:
@@ -287,8 +296,8 @@ class Dht:
                 if self._reads.get(key) is task:
                     del self._reads[key]
 
-    async def _read_watched(self, key: str) -> Mapping[EntryId, Copy]:
-        return (await self._read([key], fresh=True))[key]
+    async def _read_watched(self, key: str, known: Sequence[Copy]) -> Mapping[EntryId, Copy]:
+        return (await self._read([key], fresh=True, known={key: known}))[key]
 
     def watch(self, key: str, *, every_s: float | None = None) -> Watch:
         """Follow a key: yields its live entries at once, and again after each change.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -75,6 +75,10 @@ class WatchedKey:
     def next_end_s(self) -> float:
         """When the next entry that readers see ends."""
         return min((c.expires_s for c in self._copies.values() if not c.record.deleted), default=math.inf)
+
+    def copies(self) -> list[Copy]:
+        """All that is known, tombstones included."""
+        return list(self._copies.values())
 
     def live(self) -> list[Copy]:
         """The entries that readers see, in their order."""
@@ -164,7 +168,7 @@ class Poller:
     async def _read(self) -> bool | None:
         """Read the key while time goes on; whether a reader would notice what it brought, none if it failed."""
         now_s = self._runtime.clock.time
-        task = self._watches.spawn(self._watches.read(self.key), "dht-watch-read")
+        task = self._watches.spawn(self._watches.read(self.key, self.state.copies()), "dht-watch-read")
         while not task.done():
             end_s = self.state.next_end_s()
             await asyncio.wait([task], timeout=None if math.isinf(end_s) else max(0.0, end_s - now_s()))
@@ -254,7 +258,7 @@ class Watches:
     Args:
         config: Bounds of the interval.
         runtime: Clock and randomness.
-        read: Reads a key; tombstones included.
+        read: Reads a key, of which we know these copies already; tombstones included.
         spawn: Starts a task that ends with the DHT.
     """
 
@@ -262,7 +266,7 @@ class Watches:
         self,
         config: DhtConfig,
         runtime: Runtime,
-        read: Callable[[str], Coroutine[Any, Any, Mapping[EntryId, Copy]]],
+        read: Callable[[str, Sequence[Copy]], Coroutine[Any, Any, Mapping[EntryId, Copy]]],
         spawn: Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]],
     ) -> None:
         self.config = config

@@ -234,13 +234,14 @@ class ExpertDirectory:
     async def refresh(self) -> None:
         """Read the records of every grid now."""
         async with self._refreshing:
-            for name in self._grids:
-                try:
-                    entries = await self._endpoint.dht.get(record_key(name), fresh=True)
-                except (DhtError, NetworkError) as error:
+            found: dict[str, list[Entry]] | None = None
+            try:
+                found = await self._endpoint.dht.get_many([record_key(name) for name in self._grids], fresh=True)
+            except (DhtError, NetworkError) as error:
+                for name in self._grids:
                     self._endpoint.runtime.emit(DirectoryRefreshFailed(grid=name, reason=str(error)))
-                    entries = None
-                self._known[name] = self._merge(name, entries)
+            for name in self._grids:
+                self._known[name] = self._merge(name, None if found is None else found[record_key(name)])
             self._rebuild()
 
     def _merge(self, name: str, entries: Sequence[Entry] | None) -> dict[tuple[PeerId, str], _Known]:

@@ -23,9 +23,11 @@ async def read_view(endpoint: Endpoint, grids: Iterable[ExpertGrid]) -> SwarmVie
         for r in await list_peers(endpoint.dht)
     )
     holders: dict[str, dict[str, tuple[str, ...]]] = {}
-    for grid in grids:
+    wanted = list(grids)
+    found = await endpoint.dht.get_many([record_key(grid.name) for grid in wanted], fresh=True)
+    for grid in wanted:
         records = []
-        for entry in await endpoint.dht.get(record_key(grid.name), fresh=True):
+        for entry in found[record_key(grid.name)]:
             try:
                 records.append(HostRecord.from_body(entry.author, entry.body))
             except MalformedFrameError:

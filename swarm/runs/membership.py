@@ -16,6 +16,7 @@ from typing import Any
 
 from swarm.clock import Clock
 from swarm.dht.node import Dht
+from swarm.dht.views import is_view
 from swarm.endpoint import Endpoint
 from swarm.errors import AdmissionRefusedError, DhtError, InvalidInviteError, NetworkError
 from swarm.events import Event
@@ -29,6 +30,8 @@ MAX_NAME_CHARS = 64
 MAX_ADDRESSES = 8
 MAX_METRICS = 32
 LEAVE_TIMEOUT_S = 3.0
+VIEW_BEATS = 2
+"""In every so many heartbeats a peer checks that the author of some record is in the same network."""
 
 
 class PeerState(StrEnum):
@@ -138,6 +141,7 @@ class PeerRecord:
         roles: What it says it does (hello tells what it may do).
         state: What it is doing.
         metrics: Numbers it publishes, e.g. `step`, `loss`, `tokens_per_s`.
+        view: Which network it is in, see `swarm.dht.views`.
         record_version: Its author's count; higher is newer.
         ttl_s: How long the record still counts.
     """
@@ -147,6 +151,7 @@ class PeerRecord:
     roles: frozenset[Role]
     state: PeerState
     metrics: Mapping[str, float]
+    view: bytes
     record_version: int
     ttl_s: float
 
@@ -226,9 +231,24 @@ class PeerAnnouncer:
 
     async def _beat(self) -> None:
         runtime = self._endpoint.runtime
+        beats = 0
         while True:
             await asyncio.sleep(self._endpoint.config.heartbeat_s * runtime.rng.uniform(0.8, 1.0))
             await self.announce()
+            beats += 1
+            if beats % VIEW_BEATS == 0:
+                await self._compare_view()
+
+    async def _compare_view(self) -> None:
+        """Whether somebody whose record we keep sees the network that we see. Who keeps such records checks for all."""
+        dht = self._endpoint.dht
+        records = []
+        for key in ALL_PEER_KEYS:
+            records += [(entry.author, entry.body) for entry in dht.held_entries(key) if peer_key(entry.author) == key]
+        if records:
+            record = _record(*self._endpoint.runtime.rng.choice(records), record_version=0, ttl_s=0.0)
+            if record is not None and record.state is not PeerState.LEAVING:
+                await dht.compare_view(record.contact, record.view)
 
     def _body(self) -> dict[str, Any]:
         endpoint = self._endpoint
@@ -240,17 +260,18 @@ class PeerAnnouncer:
             "addresses": list(endpoint.contact.addresses[:MAX_ADDRESSES]),
             "state": self._state.value,
             "metrics": dict(finite[:MAX_METRICS]),
+            "view": endpoint.dht.view(),
         }
 
 
-async def list_peers(dht: Dht, *, fresh: bool = True) -> list[PeerRecord]:
+async def list_peers(dht: Dht, *, max_age_s: float = 0.0) -> list[PeerRecord]:
     """Everybody who announced itself, ordered by peer id; malformed records are left out.
 
     Args:
         dht: The DHT of the run.
-        fresh: Ask the network rather than the local cache.
+        max_age_s: How old what an earlier call read may be; 0 asks all replicas of the network.
     """
-    found = await dht.get_many(ALL_PEER_KEYS, fresh=fresh)
+    found = await dht.get_many(ALL_PEER_KEYS, fresh=max_age_s <= 0, max_age_s=max_age_s)
     records = []
     for key in ALL_PEER_KEYS:
         for entry in found.get(key, []):
@@ -279,7 +300,17 @@ def _record(author: PeerId, body: Any, record_version: int, ttl_s: float) -> Pee
     numbers = {k: float(v) for k, v in metrics.items() if isinstance(k, str) and isinstance(v, int | float)}
     if state not in {m.value for m in PeerState} or len(name) > MAX_NAME_CHARS or len(numbers) > MAX_METRICS:
         return None
+    view = body.get("view", b"")
+    if not is_view(view):
+        return None
     shown_name = "".join(c for c in name if c.isprintable())
     return PeerRecord(
-        Contact(author, tuple(addresses)), shown_name, known_roles, PeerState(state), numbers, record_version, ttl_s
+        Contact(author, tuple(addresses)),
+        shown_name,
+        known_roles,
+        PeerState(state),
+        numbers,
+        view,
+        record_version,
+        ttl_s,
     )

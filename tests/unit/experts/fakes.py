@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +165,9 @@ class FakeDht:
         self.version = 1
         self.fails: SwarmError | None = None
         self.reads = 0
+
+    async def get_many(self, keys: Iterable[str], *, fresh: bool = False) -> dict[str, list[Entry]]:
+        return {key: await self.get(key, fresh=fresh) for key in keys}
 
     async def get(self, key: str, *, fresh: bool = False) -> list[Entry]:
         self.reads += 1

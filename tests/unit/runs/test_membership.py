@@ -10,6 +10,7 @@ import msgpack
 import pytest
 
 from swarm.config import PeerConfig
+from swarm.dht.records import Entry
 from swarm.errors import (
     AdmissionRefusedError,
     BadSignatureError,
@@ -218,6 +219,18 @@ class StubDht:
         self.failure: Exception | None = None
         self.puts: list[tuple[str, dict[str, Any], float]] = []
         self.deleted: list[str] = []
+        self.held: list[Entry] = []
+        self.compared: list[tuple[Contact, bytes]] = []
+
+    def view(self) -> bytes:
+        return bytes(range(32))
+
+    def held_entries(self, key: str) -> list[Entry]:
+        return [entry for entry in self.held if peer_key(entry.author) == key]
+
+    async def compare_view(self, contact: Contact, view: bytes) -> bool:
+        self.compared.append((contact, view))
+        return True
 
     async def put(self, key: str, body: dict[str, Any], *, subkey: str = "", ttl_s: float) -> int:
         if self.failure is not None:
@@ -262,7 +275,28 @@ def test_a_record_stays_within_its_bounds() -> None:
     assert "a" not in body["metrics"]
     assert body["metrics"]["b"] == 2.0
     assert len(msgpack.packb(body)) <= PeerConfig().dht.max_body_bytes
-    assert _record(PEER.peer_id, body, 1, ttl_s) is not None
+    record = _record(PEER.peer_id, body, 1, ttl_s)
+    assert record is not None
+    assert record.view == dht.view()
+    for bad in (b"odd", bytes(36), "text"):
+        assert _record(PEER.peer_id, {**body, "view": bad}, 1, ttl_s) is None
+
+
+def test_the_view_in_somebodys_record_is_compared_with_ours_from_time_to_time() -> None:
+    dht = StubDht()
+
+    async def main() -> None:
+        other = KeyPair.from_private_bytes(b"\x07" * 32).peer_id
+        ours, _ = announcer(dht, heartbeat_s=0.01)
+        body = {**ours._body(), "addresses": ["10.9.9.9:1"], "state": "ONLINE"}
+        dht.held = [Entry(other, "", body, 1, 9.0), Entry(PEER.peer_id, "", "nonsense", 1, 9.0)]
+        await ours.start()
+        while not dht.compared:
+            await asyncio.sleep(0.005)
+        await ours.close()
+        assert set(dht.compared) == {(Contact(other, ("10.9.9.9:1",)), dht.view())}
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("failure", [NotStoredError("Nobody took it."), PeerUnreachableError("Nobody answers.")])
