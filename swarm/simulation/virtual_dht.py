@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 from swarm.config import DhtConfig, PeerConfig
 from swarm.dht.node import Dht
 from swarm.endpoint import Endpoint
-from swarm.errors import BootstrapError
+from swarm.errors import BootstrapError, SwarmError
 from swarm.identity import KeyPair, PeerId
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.security import OpenAuthorizer
@@ -33,13 +33,15 @@ from swarm.roles import ALL_ROLES
 from swarm.runtime import Runtime
 from swarm.simulation.virtual import VirtualLoop, VirtualRuntime
 
+T = TypeVar("T")
 Builder: TypeAlias = Callable[[Transport, DhtConfig, Runtime], Dht]
 """Makes a peer's DHT in place of `Dht` itself."""
 
 CONTACTS = 3
 """Earlier peers that a new one is told of."""
 JOINING = 32
-"""Peers that join at the same time."""
+JOINING_FRACTION = 0.25
+"""Peers that join at the same time: so many while there are few, later this part of those who are there."""
 ATTEMPTS = 5
 """Times that a peer tries to join, each time through other peers."""
 
@@ -118,7 +120,8 @@ class VirtualDht:
         new: list[Endpoint] = []
         while len(new) < count:
             # a network that has just begun grows slowly, lest everybody meets nobody
-            at_once = min(count - len(new), JOINING, max(1, len(self.peers)))
+            present = len(self.peers)
+            at_once = min(count - len(new), max(1, min(present, JOINING), int(JOINING_FRACTION * present)))
             new += await asyncio.gather(*(self._join() for _ in range(at_once)))
         return new
 
@@ -179,6 +182,12 @@ class VirtualDht:
         self.peers.append(peer)
         return peer
 
+    async def does(self, peer: Endpoint, action: Coroutine[Any, Any, T]) -> T | None:
+        """What a peer's action returns; none if it ends in a `SwarmError` or the peer is killed meanwhile."""
+        task = peer.runtime.spawn(_or_none(action), "scenario")
+        await asyncio.wait([task])
+        return None if task.cancelled() else cast("T | None", task.result())
+
     def kill(self, peer: Endpoint, *, silent: bool = False) -> None:
         """End a peer without a word; if `silent`, its machine too, so that calls to it are not refused but time out."""
         self.peers.remove(peer)
@@ -196,3 +205,10 @@ class VirtualDht:
 
     def heal(self) -> None:
         self.network.partition(None)
+
+
+async def _or_none(action: Coroutine[Any, Any, T]) -> T | None:
+    try:
+        return await action
+    except SwarmError:
+        return None
