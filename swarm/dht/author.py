@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from swarm.dht.events import DuplicateIdentity
+from swarm.dht.incarnations import COOLDOWN_S, Claimed, Incarnations
 from swarm.dht.operations import Operations
 from swarm.dht.records import (
     INCARNATION_BYTES,
@@ -28,6 +31,12 @@ INLINE_SIGNATURES = 8
 """So many records are signed on the loop (0.02 ms each); more of them elsewhere."""
 JITTER = 0.2
 """Renewals come up to this fraction early, so that they do not all come together."""
+TRANSIT_TIMEOUTS = 2.0
+"""Call timeouts that a record may have been under way without its lifetime falling."""
+CONTESTED_PAUSE = 2.0
+"""Renewals of an entry that another process of our identity writes too take this many times the usual interval."""
+STORED_KEPT = 1024
+"""Entries of which the version is remembered that our former self has left."""
 EAGER = 0.25
 """A renewal that nobody took is repeated after this part of the usual interval."""
 TOGETHER = 0.1
@@ -54,6 +63,9 @@ class _Published:
     due_s: float
     longest_s: float
     """When the last copy of any version of this entry has expired; a tombstone must last as long."""
+    first: Claimed
+    contested_until_s: float = 0.0
+    """Until then another process of our identity is taken to be writing this entry too."""
 
 
 class Author:
@@ -70,6 +82,8 @@ class Author:
         self._identity = identity
         self._run_id = run_id
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self._incarnations = Incarnations(self.incarnation, TRANSIT_TIMEOUTS * operations.config.call_timeout_s)
+        self._stored: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._published: dict[tuple[str, str], _Published] = {}
         self._signing = asyncio.Lock()
         self._earlier = asyncio.Event()
@@ -114,6 +128,9 @@ class Author:
             for i, copy in copies.items():
                 outcome = placed[copy.record.place_id]
                 accepted[i] = max(accepted[i], outcome.accepted)
+                self.notice(outcome.others)
+                if again and self._contested(copy.record):
+                    continue  # no race of versions: the other process holds the entry until it ends or stops
                 if copy.record.record_version <= outcome.outdated_by <= MAX_ADOPTED_VERSION:
                     todo[i] = outcome.outdated_by
             if not todo:
@@ -141,7 +158,9 @@ class Author:
             versions = []
             for _, draft, floor in wanted:
                 last = self._published.get((draft.key, draft.subkey))
-                known = max(floor, last.record.record_version if last else 0)
+                known = max(
+                    floor, last.record.record_version if last else 0, self._stored.get((draft.key, draft.subkey), 0)
+                )
                 versions.append(min(MAX_VERSION - 1, max(known + 1, wall_ms)))
 
             def sign_all() -> list[Record]:
@@ -157,6 +176,35 @@ class Author:
             records = sign_all() if few else await self._do.runtime.offload(sign_all)
             return {i: self._remember(draft, record) for (i, draft, _), record in zip(wanted, records, strict=True)}
 
+    def notice(self, copies: Iterable[Copy]) -> None:
+        """Look at records that the network holds: what our former self has left there, or a second process writes."""
+        now_s = self._now()
+        for copy in copies:
+            record = copy.record
+            if record.author_id != self._identity.peer_id or not self._incarnations.is_foreign(copy):
+                continue
+            name = (record.key, record.subkey)
+            self._stored[name] = max(record.record_version, self._stored.pop(name, 0))
+            while len(self._stored) > STORED_KEPT:
+                self._stored.popitem(last=False)
+            published = self._published.get(name)
+            if published is None or not self._incarnations.is_rival(copy, published.first, now_s):
+                continue
+            published.contested_until_s = now_s + COOLDOWN_S
+            if self._incarnations.may_tell(now_s):
+                self._do.runtime.emit(
+                    DuplicateIdentity(
+                        key=record.key,
+                        reason="another process with this peer's identity has published after this one had",
+                        fix="Two processes use one data directory or a copy of it. Stop one of them, or start it with "
+                        "an empty data directory of its own, where it makes itself a new identity.",
+                    )
+                )
+
+    def _contested(self, record: Record) -> bool:
+        published = self._published.get((record.key, record.subkey))
+        return published is not None and published.contested_until_s > self._now()
+
     def _is_current(self, draft: Draft) -> bool:
         published = self._published.get((draft.key, draft.subkey))
         return published is not None and published.draft is draft
@@ -167,7 +215,13 @@ class Author:
         due_s = now_s + self._interval_s(draft) if draft.renew else math.inf
         last = self._published.get((draft.key, draft.subkey))
         longest_s = max(copy.expires_s, last.longest_s if last else 0.0)
-        self._published[draft.key, draft.subkey] = _Published(draft, record, copy.expires_s, due_s, longest_s)
+        first = last.first if last else Claimed(record.record_version, now_s)
+        contested_until_s = last.contested_until_s if last else 0.0
+        if draft.renew and contested_until_s > now_s:
+            due_s = now_s + CONTESTED_PAUSE * (due_s - now_s)
+        self._published[draft.key, draft.subkey] = _Published(
+            draft, record, copy.expires_s, due_s, longest_s, first, contested_until_s
+        )
         if due_s < self._next_s:
             self._earlier.set()
         return copy
@@ -186,7 +240,8 @@ class Author:
             if found is None or found.record.deleted:
                 return
             draft = Draft(key, subkey, found.record.body, found.record.ttl_ms, renew=False)
-            last = _Published(draft, found.record, found.expires_s, math.inf, found.expires_s)
+            first = Claimed(found.record.record_version, self._now())
+            last = _Published(draft, found.record, found.expires_s, math.inf, found.expires_s, first)
             self._published[key, subkey] = last
         if not last.draft.deleted:
             await self.publish([self._tombstone(last)])

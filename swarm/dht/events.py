@@ -26,6 +26,16 @@ class RecordEvicted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class DuplicateIdentity(Event):
+    """Another process publishes under our identity, now: each replaces what the other says."""
+
+    key: str
+    """Of a record that it has written after we wrote ours."""
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
 class ContactDropped(Event):
     """A peer left the routing table because it could not be reached or does not behave."""
 

@@ -88,6 +88,8 @@ class Stored:
     refusal: Refusal
     record_version: int
     nearest: list[PeerNode]
+    other: Copy | None = None
+    """Where we are the author: what another process of our identity had written in the record's place."""
 
 
 class Protocol:
@@ -120,13 +122,20 @@ class Protocol:
         storage.on_evicted = self._evicted
         self.on_held: Callable[[str], None] | None = None
         """Called with the key of every record that is newly held here."""
+        self._serving = False
         self.roles = transport.roles
         """What we are in the run."""
         self.may_store = not self.roles.isdisjoint(STORE.roles)
         """Whether that lets us write records."""
 
+    @property
+    def _sender(self) -> Sequence[str]:
+        """Where others can ask us; nowhere while we do not answer."""
+        return self._transport.contact.addresses if self._serving else ()
+
     def serve(self) -> None:
         """Answer the DHT's calls from now on."""
+        self._serving = True
         self._transport.serve(PING, self._on_ping)
         self._transport.serve(FIND, self._on_find)
         self._transport.serve(STORE, self._on_store)
@@ -157,7 +166,7 @@ class Protocol:
         await self._call(node, PING, self._ping(), patience_s)
 
     def _ping(self) -> pb.DhtPingRequest:
-        return pb.DhtPingRequest(sender=self._transport.contact.addresses)
+        return pb.DhtPingRequest(sender=self._sender)
 
     async def find(self, node: PeerNode, targets: Sequence[bytes | Want], count: int) -> list[Found]:
         """Ask a peer about positions (bytes) and keys.
@@ -172,7 +181,7 @@ class Protocol:
         contacts = self._hints(answer.contacts)
         result = []
         for target, found in zip(targets, answer.found, strict=True):
-            nearest = _pick(contacts, found.nearest)
+            nearest = _pick(contacts, found.nearest[:count])
             if not isinstance(target, Want):
                 result.append(Found(nearest, []))
             elif found.digest:
@@ -207,7 +216,7 @@ class Protocol:
         return rest
 
     async def _find(self, node: PeerNode, targets: list[pb.DhtTarget], count: int) -> pb.DhtFindResponse:
-        request = pb.DhtFindRequest(sender=self._transport.contact.addresses, targets=targets, count=count)
+        request = pb.DhtFindRequest(sender=self._sender, targets=targets, count=count)
         answer = await self._call(node, FIND, request)
         if len(answer.found) != len(targets):
             raise MalformedFrameError(f"A find answer has {len(answer.found)} parts for {len(targets)} targets.")
@@ -226,16 +235,18 @@ class Protocol:
         for batch in self._batches(copies):
             now_s = self._runtime.clock.time()
             records = [to_wire(copy, now_s) for copy in batch]
-            request = pb.DhtStoreRequest(sender=self._transport.contact.addresses, records=records, count=count)
+            request = pb.DhtStoreRequest(sender=self._sender, records=records, count=count)
             answer = await self._call(node, STORE, request)
             if len(answer.results) != len(batch):
                 raise MalformedFrameError(f"A store answer has {len(answer.results)} parts for {len(batch)} records.")
             contacts = self._hints(answer.contacts)
-            for part in answer.results:
+            for part, copy in zip(answer.results, batch, strict=True):
+                other = await self._copies([part.other], copy.record.key, node) if part.HasField("other") else []
                 refusal = _REFUSALS.get(part.status, Refusal.MALFORMED)
                 if refusal is not Refusal.NONE:
                     self._runtime.emit(RecordRefused(reason=refusal.reason, sender=str(node.contact.peer_id)))
-                result.append(Stored(refusal, part.record_version, _pick(contacts, part.nearest)))
+                nearest = _pick(contacts, part.nearest[:count])
+                result.append(Stored(refusal, part.record_version, nearest, other[0] if other else None))
         return result
 
     def _batches(self, copies: Sequence[Copy]) -> list[list[Copy]]:
@@ -322,11 +333,16 @@ class Protocol:
         contacts = _Contacts()
         results = []
         sender = str(context.peer_id)
+        budget = self._budget_bytes
         for copy in await self._check(request.records, None):
             result = pb.DhtStored()
             try:
                 if isinstance(copy, RecordRefusedError):
                     raise copy
+                other = self._other(copy) if copy.record.author_id == context.peer_id else None
+                if other is not None and other.wire_bytes <= budget:
+                    budget -= other.wire_bytes
+                    result.other.CopyFrom(to_wire(other, self._runtime.clock.time()))
                 if self._storage.offer(copy, self._runtime.clock.time()) and self.on_held is not None:
                     self.on_held(copy.record.key)
             except RecordRefusedError as error:
@@ -340,6 +356,13 @@ class Protocol:
                 )
             results.append(result)
         return pb.DhtStoreResponse(contacts=contacts.messages, results=results)
+
+    def _other(self, copy: Copy) -> Copy | None:
+        """What is held in a copy's place, if another process of its author wrote that."""
+        held = self._storage.get(*copy.record.place_id)
+        if held is None or held.expires_s <= self._runtime.clock.time():
+            return None
+        return held if held.record.incarnation != copy.record.incarnation else None
 
     # Checking
 
