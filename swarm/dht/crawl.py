@@ -318,6 +318,17 @@ class Read(Lookup):
             self._agreed = self._agree()
         return self._agreed
 
+    @property
+    def done(self) -> bool:
+        return super().done and not (not self.merged and self._awaited())
+
+    def _awaited(self) -> bool:
+        """Whether a slow peer could still show that the key is not empty: it is one of the nearest."""
+        window = self.window()
+        reach = window[-1].long_id ^ self.target if window else 0
+        near = (node for distance, node in self._candidates.heap if distance < reach)
+        return self._slow > 0 and any(self.state(node) is State.SLOW for node in near)
+
     def _agree(self) -> bool:
         """Whether the nearest that are alive, as many as `agreement` says, all hold just the union."""
         near = self.window()[: self._agreement]

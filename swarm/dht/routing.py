@@ -57,12 +57,16 @@ class PeerNode(Node):  # type: ignore[misc]
         self.strikes = 0
 
     @property
-    def subnet(self) -> str | None:
-        """What the subnet cap counts by; none for addresses that are not public."""
-        return _subnet(self.contact.addresses[0]) if self.contact.addresses else None
+    def subnets(self) -> tuple[str, ...]:
+        """What the subnet caps count by: all of its public addresses, lest a made-up first one hide the others."""
+        return _subnets(self.contact.addresses)
 
 
 @lru_cache(maxsize=4096)
+def _subnets(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(subnet for a in addresses if (subnet := _subnet(a)) is not None))
+
+
 def _subnet(address: str) -> str | None:
     host = address.rpartition(":")[0].strip("[]")
     try:
@@ -113,11 +117,12 @@ class Bucket(KBucket):  # type: ignore[misc]
         return len(self.nodes) >= self.ksize
 
     def crowded(self, node: PeerNode) -> bool:
-        """Whether the node's subnet has all the places here that it may have."""
-        subnet = node.subnet
-        if subnet is None or node.id in self.nodes:
+        """Whether one of the node's subnets has all the places here that it may have."""
+        subnets = node.subnets
+        if not subnets or node.id in self.nodes:
             return False
-        return sum(other.subnet == subnet for other in self.nodes.values()) >= MAX_PER_SUBNET
+        taken = Counter(subnet for other in self.nodes.values() for subnet in other.subnets)
+        return any(taken[subnet] >= MAX_PER_SUBNET for subnet in subnets)
 
     def least(self, target: int) -> int:
         """The smallest distance that an id of this range can have to the target."""
