@@ -151,6 +151,62 @@ def test_a_contact_that_moved_is_found_at_its_new_address() -> None:
     assert [n.contact.addresses for n in peers.table.all_nodes()] == [("127.0.0.1:2",)]
 
 
+def test_what_a_caller_says_of_its_addresses_changes_nothing() -> None:
+    now = [0.0]
+    peers = book(now)
+    assert not peers.called(contact(1))
+    assert peers.table.all_nodes() == []
+    peers.seen(contact(1))
+    peers.failed(contact(1), surely=False)
+    now[0] = 5.0
+    assert peers.called(contact(1))  # a sign of life from where we had reached it
+    (known,) = peers.table.all_nodes()
+    assert (known.seen_s, known.strikes) == (5.0, 0)
+    now[0] = 9.0
+    assert not peers.called(contact(1, "127.0.0.1:2"))
+    assert (known.contact, known.seen_s) == (contact(1), 5.0)
+    assert peers.called(Contact(contact(3).peer_id, ()))  # it can be called nowhere: nothing to verify
+    assert peers.called(contact(0))  # ourselves
+    assert len(peers.table.all_nodes()) == 1
+
+
+def test_it_matters_at_once_where_neighbours_are_and_peers_that_moved() -> None:
+    peers = book([0.0])
+    for i in range(30):
+        peers.seen(contact(2**159 + (i << 100)))
+    far, near, moved = contact(2**159 + 2**158), contact(1), contact(2**159 + (3 << 100), "127.0.0.1:2")
+    assert not peers.table.complete
+    assert peers.matters(near)
+    assert peers.matters(moved)
+    assert not peers.matters(far)
+    small = book([0.0])
+    assert small.matters(far)  # while everybody is known, everybody matters
+
+
+def test_a_table_wants_those_for_whom_there_is_a_place() -> None:
+    filled = table(own=0, ksize=4)
+    far = [node(2**159 + i) for i in range(50)]
+    assert filled.wants(far[0])
+    for n in far:
+        filled.add_contact(n)
+    assert not filled.wants(node(2**159 + 60))  # full, and of a depth at which it is not split
+    assert not filled.wants(filled.all_nodes()[0])
+    assert not filled.wants(node(0))
+    assert filled.wants(node(7))
+
+
+def test_a_peer_that_timed_out_is_tried_again_before_it_is_given_up() -> None:
+    peers = book([0.0])
+    peers.seen(contact(1))
+    peers.failed(contact(1), surely=False)
+    assert [n.long_id for n in peers.table.nearest(1, 5)] == [1]
+    assert peers.may_try(contact(1))
+    peers.failed(contact(1), surely=False)
+    assert peers.table.all_nodes() == []
+    assert not peers.may_try(contact(1))
+    assert contact(1).peer_id in peers.lost  # upkeep comes back to it
+
+
 def test_a_peer_without_addresses_stays_out() -> None:
     peers = book([0.0])
     peers.seen(Contact(contact(1).peer_id, ()))
