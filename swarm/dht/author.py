@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from swarm.dht.events import DuplicateIdentity
 from swarm.dht.incarnations import COOLDOWN_S, Claimed, Incarnations
-from swarm.dht.operations import Operations
+from swarm.dht.operations import Operations, Placed
 from swarm.dht.records import (
     INCARNATION_BYTES,
     MAX_ADOPTED_VERSION,
@@ -131,11 +131,23 @@ class Author:
                 self.notice(outcome.others)
                 if again and self._contested(copy.record):
                     continue  # no race of versions: the other process holds the entry until it ends or stops
-                if copy.record.record_version <= outcome.outdated_by <= MAX_ADOPTED_VERSION:
-                    todo[i] = outcome.outdated_by
+                newer = self._newer(outcome)
+                if copy.record.record_version <= newer <= MAX_ADOPTED_VERSION:
+                    todo[i] = newer
             if not todo:
                 break
         return accepted
+
+    def _newer(self, outcome: Placed) -> int:
+        """The version that we must exceed, or 0.
+
+        Holders that refuse a record as outdated show the one of ours that they hold. A version that is only claimed (it
+        may have ended there, or the holder lies) matters where most did not take the record.
+        """
+        if outcome.accepted <= self._do.config.replication // 2:
+            return outcome.outdated_by
+        own = (c.record.record_version for c in outcome.others if c.record.author_id == self._identity.peer_id)
+        return max(own, default=0)
 
     def _check_quota(self, drafts: Sequence[Draft]) -> None:
         now_s, limit = self._now(), self._do.config.max_entries_per_author
