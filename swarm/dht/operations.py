@@ -15,6 +15,7 @@ from swarm.dht.protocol import MAX_TARGETS, STORE, Protocol, Want
 from swarm.dht.records import Copy, EntryId, PlaceId, Refusal, position_of
 from swarm.dht.routing import AddressBook, PeerNode
 from swarm.dht.storage import Storage
+from swarm.dht.witness import Witness
 from swarm.errors import NotAuthorizedError, RecordRefusedError, SwarmError
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
@@ -94,6 +95,7 @@ class Operations:
         self.driver = driver
         self.stats = DhtStats()
         self._ended: OrderedDict[PlaceId, int] = OrderedDict()
+        self._witness = Witness()
         self._verifying = 0
         protocol.on_claim = self._on_claim
 
@@ -280,7 +282,7 @@ class Operations:
 
         await self.driver.drive(Crawl(reads, config.parallelism), send)
         self._count(reads)
-        results = {read.key: read.result() for read in reads}
+        results = {read.key: self._witness.admit(read.result(), self.runtime.clock.time()) for read in reads}
         lacking: dict[bytes, tuple[PeerNode, list[Copy]]] = {}
         for read in reads:
             for node, copies in read.stale():
