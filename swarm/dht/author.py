@@ -20,6 +20,7 @@ from swarm.dht.records import (
     Record,
     Refusal,
     check_names,
+    decode_body,
     refused,
     sign_record,
 )
@@ -106,7 +107,10 @@ class Author:
 
         Raises:
             RecordRefusedError: One of them is too large or malformed, or we have too many; nothing was published.
+            NotAuthorizedError: Our role writes no records.
         """
+        if drafts:
+            self._do.check_writer()
         for draft in drafts:
             check_names(draft.key, draft.subkey)
             if len(draft.body) > self._do.config.max_body_bytes:
@@ -115,6 +119,9 @@ class Author:
                     f"The body has {len(draft.body)} bytes, more than {self._do.config.max_body_bytes}.",
                     "Split it over several subkeys, or store where to fetch it from.",
                 )
+            if not draft.deleted:
+                body = decode_body(draft.body)
+                self._do.protocol.schemas.check(self._identity.peer_id, draft.key, draft.subkey, body)
         self._check_quota(drafts)
         return await self._publish(drafts, again=False)
 

@@ -167,20 +167,20 @@ class Operations:
                 return node.contact
         return None
 
+    def check_writer(self) -> None:
+        """Raises `NotAuthorizedError` if our role writes no records."""
+        if not self.protocol.may_store:
+            raise NotAuthorizedError(
+                f"Records are not written in the role {', '.join(sorted(self.protocol.roles)) or 'of nobody'}.",
+                fix=f"Join with an invite for one of the roles {', '.join(sorted(STORE.roles))}.",
+            )
+
     async def place(self, copies: Sequence[Copy]) -> dict[PlaceId, Placed]:
         """Store copies with the `replication` nearest peers of their keys, ourselves included where we are one of them.
 
         While all peers are known, the copies go straight to the nearest peers, whose answers
         name any nearer ones: one round trip. Else a lookup comes first, so that no far peer is left with a copy.
-
-        Raises:
-            NotAuthorizedError: Our role does not write records.
         """
-        if not self.protocol.may_store:
-            raise NotAuthorizedError(
-                f"A peer with no role but {', '.join(sorted(self.protocol.roles)) or 'none'} reads records and writes none.",
-                fix=f"Join with an invite for one of the roles {', '.join(sorted(STORE.roles))}.",
-            )
         placed = {copy.record.place_id: Placed() for copy in copies}
         by_position: dict[int, list[Copy]] = {}
         for copy in copies:
