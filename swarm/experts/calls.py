@@ -242,7 +242,7 @@ class CallOptions:
         layer: What events and errors call it.
         train: A backward pass will come that trains the experts.
         timeout_s: Cap of one pass over all attempts; none leaves it to adaptive deadlines and the configured cap.
-        codec: How floating-point tensors travel: `none`, `bf16` or `fp16`.
+        codec: How floating-point tensors travel: `none`, `bf16`, `fp16` or `int8`.
         grad_scale: What the loss was multiplied by.
         stats: Where the calls are counted.
     """

@@ -33,7 +33,7 @@ class MixtureOfExperts(RemoteLayer):
         backward_timeout_s: The same for the backward pass.
         balance_weight: Weight of the load-balancing loss in `aux_loss()`.
         z_weight: Weight of the router z-loss in `aux_loss()`.
-        codec: How activations and gradients travel: `none`, `bf16`, `fp16`.
+        codec: How activations and gradients travel: `none`, `bf16`, `fp16`, `int8`.
         grad_scaler: AMP's gradient scaler, if the loss is scaled.
 
     Attributes:

@@ -306,7 +306,7 @@ class RemoteExpert(RemoteLayer):
         peer: The peer whose client is used.
         uid: The expert, e.g. `"ffn.0.3"`.
         forward_timeout_s, backward_timeout_s: Caps on one pass, over all replicas; None is adaptive.
-        codec: How floating-point tensors travel: `none`, `bf16`, `fp16`.
+        codec: How floating-point tensors travel: `none`, `bf16`, `fp16`, `int8`.
         grad_scaler: AMP's gradient scaler, if the loss is scaled.
 
     Raises:

@@ -11,7 +11,7 @@ from swarm.config import KIB, MIB
 from swarm.endpoint import Endpoint
 from swarm.experts.protocol import CALL, CALL_STREAM, MAX_CALL_PAYLOAD_BYTES, MAX_PARTS, CallRequest, CallResponse
 from swarm.net.transport import Contact
-from swarm.tensors.codecs import CODECS
+from swarm.tensors.codecs import codec as find_codec
 from swarm.tensors.streaming import receive_tensors, send_tensors
 from swarm.tensors.wire import Limits, from_frame, to_frame
 
@@ -35,7 +35,8 @@ async def call_host(
     transport = endpoint.transport
     codecs: str | list[str] = codec
     if codec != "none":
-        codecs = [codec if CODECS[codec].carries(t.dtype) else "none" for t in tensors]
+        found = find_codec(codec)
+        codecs = [codec if found.carries(t.dtype) else "none" for t in tensors]
     limits = Limits(
         max_tensors=MAX_PARTS * 4,
         max_payload_bytes=min(MAX_CALL_PAYLOAD_BYTES, 4 * reply_bytes + MIB) if reply_bytes else MAX_CALL_PAYLOAD_BYTES,

@@ -29,13 +29,15 @@ from swarm.tensors.memory import allocate
 from swarm.tensors.schema import is_finite
 
 _LAYOUT = "layout"
+_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-15, 1e15
 
 
 class ErrorFeedback:
     """The residuals of one member over its flat vector.
 
     Costs one fp32 number for every element of the segments that it covers, on the CPU. Different chunks may be handled
-    by different threads at once; one chunk only by one at a time. Residuals are always finite.
+    by different threads at once; one chunk only by one at a time. Residuals are always finite. Masses are fp32: rounds
+    with weights outside 1e-15 to 1e15 go without feedback and leave it as it is.
 
     Args:
         sizes: Elements of each segment of the flat vector; 0 where the codec is exact and nothing is held back.
@@ -67,7 +69,7 @@ class ErrorFeedback:
             values: A chunk of the segment from element `start` on (1-d CPU).
             weight: Of this member in this round, more than 0.
         """
-        if not self.covers(segment):
+        if not self._takes(segment, weight):
             return values
         held = self.residual(segment, start, start + values.numel())
         return torch.add(values, held, alpha=1.0 / weight)
@@ -84,7 +86,7 @@ class ErrorFeedback:
             values, weight: As given to `compensated`.
             encoded: What was sent (1-d uint8).
         """
-        if not self.covers(segment):
+        if not self._takes(segment, weight):
             return
         held = self.residual(segment, start, start + values.numel())
         after = torch.add(held, values, alpha=weight).float()
@@ -94,7 +96,7 @@ class ErrorFeedback:
 
     def add_to_mean(self, segment: int, start: int, mean: Tensor, total_weight: float) -> None:
         """A reducer adds what it holds back to the weighted mean (1-d, fp32 or fp64) before it encodes that."""
-        if self.covers(segment):
+        if self._takes(segment, total_weight):
             mean.add_(self.residual(segment, start, start + mean.numel()), alpha=1.0 / total_weight)
 
     def reduced(self, segment: int, start: int, mean: Tensor, total_weight: float, applied: Tensor) -> None:
@@ -105,7 +107,7 @@ class ErrorFeedback:
             total_weight: As given to `add_to_mean`.
             applied: The decoded average, as all members write it into their vectors.
         """
-        if not self.covers(segment):
+        if not self._takes(segment, total_weight):
             return
         held = self.residual(segment, start, start + mean.numel())
         left = mean.sub_(applied).mul_(total_weight).float()
@@ -113,6 +115,9 @@ class ErrorFeedback:
             held.copy_(left)
         else:
             held.zero_()  # of no use to anybody: beyond the range of fp32
+
+    def _takes(self, segment: int, weight: float) -> bool:
+        return self.covers(segment) and _SMALLEST_WEIGHT <= weight <= _LARGEST_WEIGHT
 
     def reset(self) -> None:
         """Hold nothing back."""
@@ -128,17 +133,16 @@ class ErrorFeedback:
         """Take the residuals of a checkpoint. False if they belong to another layout: then nothing is held back.
 
         Raises:
-            SchemaMismatchError: The layout is this one, but the tensors do not fit it.
+            SchemaMismatchError: The layout is this one, but the tensors do not fit it. Then nothing is held back.
         """
         self.reset()
         layout = state.get(_LAYOUT)
         if layout is None or bytes(layout.tolist()) != self.layout:
             return False
-        saved = [state.get(f"residual.{index}") for index in range(len(self.sizes))]
-        if any(s is None or s.shape != r.shape for s, r in zip(saved, self._residuals, strict=True)):
-            raise SchemaMismatchError("The saved residuals have other sizes than their layout.")
-        if all(is_finite(tensor) for tensor in saved if tensor is not None):
-            for residual, tensor in zip(self._residuals, saved, strict=True):
-                assert tensor is not None
-                residual.copy_(tensor)
+        for index, residual in enumerate(self._residuals):
+            saved = state.get(f"residual.{index}")
+            if saved is None or saved.shape != residual.shape or not is_finite(saved):
+                self.reset()
+                raise SchemaMismatchError("The saved residuals have other sizes than their layout, or are not finite.")
+            residual.copy_(saved)
         return True

@@ -92,5 +92,5 @@ async def receive_tensors(
             await runtime.offload(reader.feed, chunk)
         else:
             reader.feed(chunk)
-            offloaded = reader.has_header and reader.converts and reader.payload_bytes > INLINE_BYTES
+            offloaded = reader.has_header and reader.converts and reader.memory_bytes > INLINE_BYTES
     return reader.meta, reader.tensors()

@@ -34,6 +34,7 @@ Admit = Callable[[int], None]
 """Gets the bytes of memory that a frame's tensors will take, before any is allocated; raises to refuse the frame."""
 _STAGE_BYTES = 1 << 20
 _COPIED_BYTES = 1 << 18
+_WIDEST = 4
 
 
 def _codecs_of(tensors: Sequence[Tensor], codecs: str | Sequence[str]) -> list[Codec]:
@@ -42,6 +43,16 @@ def _codecs_of(tensors: Sequence[Tensor], codecs: str | Sequence[str]) -> list[C
     if len(codecs) != len(tensors):
         raise ValueError(f"{len(codecs)} codecs for {len(tensors)} tensors.")
     return [codec(name) for name in codecs]
+
+
+def units_within(piece_bytes: int, with_codec: Codec, dtype: torch.dtype) -> int:
+    """Units converted at a time, at least one: so many encoded bytes, but at most four times as many of the tensor.
+
+    A megabyte of top-k stands for 64 megabytes of a tensor, which would occupy a thread and its memory for long.
+    """
+    unit = with_codec.unit_elements
+    encoded, decoded = with_codec.encoded_nbytes(unit, dtype), unit * dtype.itemsize
+    return max(1, min(piece_bytes // encoded, _WIDEST * piece_bytes // decoded))
 
 
 def _payload(tensor: Tensor, with_codec: Codec, piece_bytes: int) -> Iterator[memoryview]:
@@ -53,7 +64,7 @@ def _payload(tensor: Tensor, with_codec: Codec, piece_bytes: int) -> Iterator[me
         yield with_codec.encode(tensor)
         return
     unit = with_codec.unit_elements
-    step = max(1, piece_bytes // with_codec.encoded_nbytes(unit, tensor.dtype)) * unit
+    step = units_within(piece_bytes, with_codec, tensor.dtype) * unit
     if numel <= step:
         yield with_codec.encode(tensor)
         return
@@ -241,6 +252,11 @@ class FrameReader:
         return sum(spec.nbytes for spec in self._specs)
 
     @property
+    def memory_bytes(self) -> int:
+        """What all announced tensors take here, encoded or decoded; 0 before the header has arrived."""
+        return sum(spec.memory_bytes for spec in self._specs)
+
+    @property
     def converts(self) -> bool:
         """Whether feeding does more than copy memory: some announced tensor needs decoding or checking."""
         return any(not spec.codec.is_copy or spec.dtype is torch.bool for spec in self._specs)
@@ -339,7 +355,7 @@ class FrameReader:
             else:
                 self._flat = allocate(prod(spec.shape) * spec.dtype.itemsize).view(spec.dtype)
                 unit_bytes = spec.codec.encoded_nbytes(spec.codec.unit_elements, spec.dtype)
-                window = max(1, _STAGE_BYTES // unit_bytes) * unit_bytes
+                window = units_within(_STAGE_BYTES, spec.codec, spec.dtype) * unit_bytes
                 self._raw = torch.empty(min(spec.nbytes, window), dtype=torch.uint8)
                 self._target = self._raw.numpy().data
             return

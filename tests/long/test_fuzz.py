@@ -26,6 +26,7 @@ from swarm.roles import Role
 from swarm.runs.credentials import Credential
 from swarm.runs.invite import Invite
 from swarm.runs.manifest import Manifest
+from swarm.tensors.codecs import codec
 from swarm.tensors.wire import Limits, from_frame, to_frame
 
 SECONDS = float(os.environ.get("SWARM_FUZZ_S", "60"))
@@ -53,11 +54,34 @@ def read_meta(data: bytes) -> None:
     CallRequest.from_meta(meta)
 
 
+def decode(name: str, numel: int) -> Callable[[bytes], object]:
+    """Reads the bytes of one chunk: decodes them, and adds them to a sum."""
+
+    def read(data: bytes) -> None:
+        values = codec(name).decode(data, (numel,), torch.float32)
+        acc = torch.zeros(numel)
+        codec(name).decode_add(torch.frombuffer(bytearray(data), dtype=torch.uint8), torch.float32, acc)
+        assert torch.equal(torch.isfinite(values), torch.isfinite(acc))
+
+    return read
+
+
+def chunk(name: str, numel: int) -> tuple[Callable[[bytes], object], bytes]:
+    return decode(name, numel), bytes(codec(name).encode(torch.linspace(-1, 1, numel)))
+
+
 READERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "frames": (read_frame, to_frame(REQUEST.to_meta(), [torch.ones(7), torch.zeros(2, 3, dtype=torch.bfloat16)])),
     "call headers": (read_meta, msgpack.packb(REQUEST.to_meta())),
     "credentials": (lambda d: Credential.verify(d, KEY.public_key), INVITE.credential(KEY).encoded),
     "invites": (lambda d: Invite.decode(d.decode("latin-1"), wall_s=0.0), INVITE.encode().encode()),
+    "chunks of int8": chunk("int8", 9000),
+    "chunks of int4": chunk("int4", 300),
+    "chunks of topk": chunk("topk:512", 4500),
+    "frames of lossy codecs": (
+        read_frame,
+        to_frame(REQUEST.to_meta(), [torch.linspace(-1, 1, 5000)] * 3, ["int8", "int4", "topk"]),
+    ),
     "manifests": (
         lambda d: Manifest.verify(d, INVITE.ticket.run_id),
         Manifest("fuzz", KEY.public_key).sign(KEY),

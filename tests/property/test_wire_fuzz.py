@@ -74,7 +74,7 @@ def test_round_trip_under_any_cut(meta: dict[str, Any], sent: list[Tensor], chun
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.floats(width=32), max_size=300),
-    st.sampled_from(["fp16", "bf16"]),
+    st.sampled_from([name for name in CODECS if name != "none"]),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     st.integers(1, 100),
     st.lists(st.integers(0, 1 << 16), max_size=6),
@@ -87,8 +87,12 @@ def test_lossy_codecs_do_not_depend_on_cuts_and_keep_finiteness(
     received = feed_cut(b"".join(chunks), cuts, Limits()).tensors()[0]
     whole = CODECS[codec].decode(CODECS[codec].encode(tensor), tensor.shape, dtype)
     assert bits(received) == bits(whole)
-    assert torch.equal(torch.isfinite(received), torch.isfinite(tensor))
-    assert torch.equal(torch.isnan(received), torch.isnan(tensor))
+    if codec in ("fp16", "bf16"):
+        assert torch.equal(torch.isfinite(received), torch.isfinite(tensor))
+        assert torch.equal(torch.isnan(received), torch.isnan(tensor))
+    else:  # NaN takes its block with it, and stays unless `topk` has 64 others to send
+        assert not torch.isfinite(received[~torch.isfinite(tensor)]).any() or codec == "topk"
+        assert torch.isfinite(received).all() == torch.isfinite(tensor).all()
 
 
 def survives(data: bytes, cuts: list[int]) -> None:

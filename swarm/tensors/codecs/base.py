@@ -98,7 +98,7 @@ class Codec(ABC):
         """Decode bytes (1-d uint8, CPU, whole units) into the flat tensor `out`.
 
         Raises:
-            MalformedFrameError: No encoder writes such bytes. `out` is as it was.
+            MalformedFrameError: Not the size of `out`, or no encoder writes such bytes. `out` is as it was.
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Codec(ABC):
             dtype: Of the tensor that was encoded.
 
         Raises:
-            MalformedFrameError: No encoder writes such bytes. `acc` is as it was.
+            MalformedFrameError: Not the size of `acc`, or no encoder writes such bytes. `acc` is as it was.
         """
 
     def decode(self, buffer: bytes | bytearray | memoryview, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -121,15 +121,19 @@ class Codec(ABC):
             MalformedFrameError: The buffer has another size than the shape requires, or no encoder writes such bytes.
         """
         self.check(dtype)
-        needed = self.encoded_nbytes(math.prod(shape), dtype)
-        if len(buffer) != needed:
-            raise MalformedFrameError(f"{len(buffer)} bytes where codec {self.name} needs {needed} for this shape.")
-        staged = torch.empty(needed, dtype=torch.uint8)
-        if needed:
+        self.check_size(len(buffer), math.prod(shape), dtype)
+        staged = torch.empty(len(buffer), dtype=torch.uint8)
+        if len(buffer):
             tensor_bytes(staged)[:] = memoryview(buffer).cast("B")
         out = torch.empty(tuple(shape), dtype=dtype)
         self.decode_into(staged, out.view(-1))
         return out
+
+    def check_size(self, nbytes: int, numel: int, dtype: torch.dtype) -> None:
+        """Raise `MalformedFrameError` unless so many elements are encoded in so many bytes."""
+        needed = self.encoded_nbytes(numel, dtype)
+        if nbytes != needed:
+            raise MalformedFrameError(f"{nbytes} bytes where codec {self.name} needs {needed} for {numel} elements.")
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise `UnsupportedDtypeError` unless this codec carries the dtype."""

@@ -26,6 +26,8 @@ _SMALLEST = 2.0**-126
 _ROUNDER = 1.5 * 2.0**23
 """Added to a small fp32 number, it rounds that to an integer, half to even, which then stands in the lowest bits."""
 _HIGH_HALF = -(1 << 16)
+_SLACK = 2.0**-21
+"""Makes scales a little larger, so that noise never carries the largest magnitude beyond the last integer."""
 
 
 def _work(name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -38,8 +40,8 @@ def _work(name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.
 class BlockCodec(Codec):
     """What blockwise integer codecs share.
 
-    A block's scale is its largest magnitude divided by `levels`, a little more so that noise never carries an integer
-    beyond, and at least 2^-126. A block with NaN or infinity gets the scale NaN and decodes to NaN throughout.
+    A block's scale is its largest magnitude divided by `levels`, and at least 2^-126. A block with NaN or infinity gets
+    the scale NaN and decodes to NaN throughout.
 
     Attributes:
         levels: Integers go from -levels to levels.
@@ -51,7 +53,7 @@ class BlockCodec(Codec):
     block_elements: ClassVar[int]
     _scale_dtype: ClassVar[torch.dtype]
     _smaller: ClassVar[float]
-    """Divides a magnitude into its scale: `levels` minus some units in the last place."""
+    """What the largest magnitude is divided by: `levels`, but for the slack."""
     _largest_scale: ClassVar[float]
 
     def carries(self, dtype: torch.dtype) -> bool:
@@ -111,7 +113,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _storable(self, scales: Tensor) -> Tensor:
-        """Scales rounded up to what is stored, as fp32."""
+        """Scales rounded up to what is stored, in place, as fp32."""
 
     @abstractmethod
     def _write_integers(self, integers: Tensor, encoded: Tensor) -> None:
@@ -158,9 +160,9 @@ class BlockCodec(Codec):
         rows, columns = values.shape
         blocks = self._blocks(values)
         largest = torch.maximum(blocks.amax(2, keepdim=True), blocks.amin(2, keepdim=True).neg_())  # [rows, blocks, 1]
-        scales = self._storable(largest.div(self._smaller).clamp_(_SMALLEST, self._largest_scale))
-        factors = torch.minimum(scales.reciprocal(), self._smaller / largest)
-        scales += largest * 0  # NaN where the largest is not finite
+        scales = self._storable(largest.div(self._smaller).clamp_(min=_SMALLEST))
+        factors = scales.reciprocal()
+        scales.clamp_(max=self._largest_scale).add_(largest.mul_(0))  # NaN where the largest is not finite
         stored = self._scale_columns(encoded)
         stored.copy_(scales.to(self._scale_dtype).view(rows, -1).view(torch.uint8))
         scaled = _work("scaled", rows, columns, torch.float32, values.device)
@@ -176,6 +178,7 @@ class BlockCodec(Codec):
 
     def _checked_scales(self, encoded: Tensor, numel: int) -> list[Tensor]:
         """The scales of every tile, fp32 [rows, blocks, 1]. Raises `MalformedFrameError`."""
+        self.check_size(encoded.numel(), numel, torch.float32)
         unit_bytes = self._row_nbytes(UNIT)
         full = numel // UNIT
         groups = [encoded[: full * unit_bytes].view(-1, unit_bytes)] if full else []
@@ -202,7 +205,7 @@ class Int8Codec(BlockCodec):
     levels = 127
     block_elements = UNIT
     _scale_dtype = torch.float32
-    _smaller = 127 / (1 + 2.0**-21)
+    _smaller = levels / (1 + _SLACK)
     _largest_scale = float.fromhex("0x1.020406p+121")  # 127 of them are finite
     _scale_bytes = 4
 
@@ -232,14 +235,14 @@ class Int4Codec(BlockCodec):
     bits of its bytes and its second half in the high ones; a shorter last unit is filled up to 128 with zeros.
 
     Error: at most half a scale, a scale being 1/7 of the block's largest magnitude rounded up to bf16 (at most 2^-7
-    more; 2^-126 if it is less); with `rng` less than a scale, and zero on average.
+    more; 2^-126 if it is less); with `rng` less than a scale, and zero on average. Beyond 3.39e38 it is saturated.
     """
 
     name = "int4"
     levels = 7
     block_elements = 128
     _scale_dtype = torch.bfloat16
-    _smaller = 7 / (1 + 2.0**-20)
+    _smaller = levels / (1 + _SLACK)
     _largest_scale = float.fromhex("0x1.24p+125")  # 7 of them are finite
     _block_bytes = 66
 
@@ -256,8 +259,7 @@ class Int4Codec(BlockCodec):
         return encoded[:, encoded.shape[1] // self._block_bytes * 2 :].view(torch.int8)
 
     def _storable(self, scales: Tensor) -> Tensor:
-        up = scales.view(torch.int32).add(~_HIGH_HALF).bitwise_and_(_HIGH_HALF)
-        return up.view(torch.float32).clamp_(max=self._largest_scale)
+        return scales.view(torch.int32).add_(~_HIGH_HALF).bitwise_and_(_HIGH_HALF).view(torch.float32)
 
     def _write_integers(self, integers: Tensor, encoded: Tensor) -> None:
         half = integers.shape[1] // 2

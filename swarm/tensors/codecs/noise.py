@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.tensors.codecs.base import Rng
 from swarm.tensors.codecs.scratch import TILE_ELEMENTS
 
-_GRID = 1 << 18
+_GRID = TILE_ELEMENTS
 _MASK = (1 << 64) - 1
 _SHUFFLE = 0x5EED
 
@@ -24,7 +24,7 @@ _SHUFFLE = 0x5EED
 def _table() -> Tensor:
     order = torch.randperm(_GRID, generator=torch.Generator().manual_seed(_SHUFFLE))
     even = (order.double() + 0.5) / _GRID - 0.5
-    return torch.cat([even, even[:TILE_ELEMENTS]]).float()
+    return torch.cat([even, even]).float()
 
 
 @lru_cache(maxsize=1)

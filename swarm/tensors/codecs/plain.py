@@ -55,10 +55,12 @@ class NoneCodec(Codec):
         return tensor_bytes(host_flat(tensor))
 
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
+        self.check_size(encoded.numel(), out.numel(), out.dtype)
         if out.numel():
             out.view(torch.uint8).copy_(encoded)
 
     def decode_add(self, encoded: Tensor, dtype: torch.dtype, acc: Tensor, alpha: float = 1.0) -> None:
+        self.check_size(encoded.numel(), acc.numel(), dtype)
         add_converted(typed(encoded, dtype), acc, alpha)
 
 
@@ -90,11 +92,13 @@ class HalfCodec(Codec):
         return tensor_bytes(saturating_cast(flat, self._dtype).cpu())
 
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
+        self.check_size(encoded.numel(), out.numel(), out.dtype)
         half = typed(encoded, self._dtype)
         # bf16 reaches further than fp16: 65504 rounds up to 65536, which an fp16 tensor cannot hold.
         out.copy_(saturating_cast(half, out.dtype) if out.dtype == torch.float16 else half)
 
     def decode_add(self, encoded: Tensor, dtype: torch.dtype, acc: Tensor, alpha: float = 1.0) -> None:
+        self.check_size(encoded.numel(), acc.numel(), dtype)
         add_converted(typed(encoded, self._dtype), acc, alpha)
 
 
@@ -106,7 +110,9 @@ def _stochastic_bf16(flat: Tensor, seed: int) -> Tensor:
         to = out[start : start + TILE_ELEMENTS]
         single = saturating_cast(tile, torch.float32)
         noise = bit_noise(seed, index, tile.numel(), flat.device)
-        to.copy_(single.view(torch.int32).add(noise).bitwise_and_(_HIGH_HALF).view(torch.float32))
+        bits = scratch("bits", tile.numel(), torch.int32) if flat.device.type == "cpu" else torch.empty_like(noise)
+        torch.add(single.view(torch.int32), noise, out=bits).bitwise_and_(_HIGH_HALF)
+        to.copy_(bits.view(torch.float32))
         # The carry may end in infinity, and takes some NaN to zero.
         if not math.isfinite(single.sum().item()) or not math.isfinite(to.sum().item()):
             to.copy_(saturating_cast(single, torch.bfloat16))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -85,6 +87,7 @@ class TopKCodec(Codec):
 
     def _entries(self, encoded: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Rows of `flat`, the indices and the values in them: of all full units, and of the last shorter one."""
+        self.check_size(encoded.numel(), flat.numel(), flat.dtype)
         units, rest = divmod(flat.numel(), UNIT)
         split = units * self.kept * _ENTRY_BYTES
         found = []
@@ -107,10 +110,13 @@ def _parsed(encoded: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _keys(rows: Tensor, out: Tensor | None = None) -> Tensor:
     """int32 keys that order a row's elements by magnitude, then first to last, and hold their places. All differ."""
-    columns = rows.shape[1]
-    backwards = torch.arange(UNIT - 1, UNIT - 1 - columns, -1, dtype=torch.int32, device=rows.device)
     keys = torch.bitwise_and(rows.view(torch.int32), _MAGNITUDE_BITS, out=out)
-    return keys.bitwise_or_(backwards)
+    return keys.bitwise_or_(_backwards(rows.device)[: rows.shape[1]])
+
+
+@lru_cache(maxsize=16)
+def _backwards(device: torch.device) -> Tensor:
+    return torch.arange(UNIT - 1, -1, -1, dtype=torch.int32, device=device)
 
 
 def _largest(rows: Tensor, kept: int) -> Tensor:
