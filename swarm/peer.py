@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,6 +12,7 @@ from typing import Any, Self, SupportsFloat
 
 import torch
 
+from swarm.averaging.board import ROUNDS, ROUNDS_SCHEMA
 from swarm.averaging.service import AveragingService
 from swarm.config import PeerConfig
 from swarm.datadir import DataDirLock
@@ -19,11 +20,13 @@ from swarm.dht.blocking import BlockingDht
 from swarm.dht.bootstrap import bootstrap_addresses
 from swarm.dht.known import FILE_NAME as KNOWN_PEERS_FILE
 from swarm.dht.node import Dht
+from swarm.dht.schemas import Schema
 from swarm.endpoint import Endpoint, T
 from swarm.errors import BootstrapError, ClosedError, UsageError
 from swarm.events import Event, EventStream
 from swarm.experts.client import ExpertClient
 from swarm.experts.host import ExpertHost
+from swarm.experts.records import EXPERTS, HOST_SCHEMA
 from swarm.experts.spec import ExpertGrid
 from swarm.identity import KeyPair, PeerId
 from swarm.net.grpc import GrpcTransport
@@ -32,15 +35,32 @@ from swarm.net.transport import Contact
 from swarm.roles import Role
 from swarm.runs.credentials import Credential
 from swarm.runs.manifest import Manifest
-from swarm.runs.membership import CredentialAuthorizer, MembershipEnded, PeerAnnouncer, PeerState
+from swarm.runs.membership import (
+    PEER_SCHEMA,
+    PEERS,
+    CredentialAuthorizer,
+    MembershipEnded,
+    PeerAnnouncer,
+    PeerState,
+)
 from swarm.runs.service import ManifestService, fetch_from_any
 from swarm.runtime import Runtime
 from swarm.state.transfer import SnapshotStore
+from swarm.training.progress import PROGRESS, PROGRESS_SCHEMA
+from swarm.training.state import STATE, STATE_SCHEMA
 
 CLOSE_TIMEOUT_S = 15.0
 """Longest that a clean leave may take before what is left of it is abandoned."""
 START_TIMEOUT_S = 120.0
 _MEMBERSHIP_POLL_S = 30.0
+SCHEMAS: Mapping[str, Schema] = {
+    PEERS: PEER_SCHEMA,
+    EXPERTS: HOST_SCHEMA,
+    ROUNDS: ROUNDS_SCHEMA,
+    STATE: STATE_SCHEMA,
+    PROGRESS: PROGRESS_SCHEMA,
+}
+"""What every peer, whatever its roles, holds under our own namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +105,8 @@ class Peer(Endpoint):
             dht=Dht(transport, config.dht, runtime, known_file=config.data_dir and config.data_dir / KNOWN_PEERS_FILE),
             loop=loop_thread(),
         )
+        for namespace, schema in SCHEMAS.items():
+            self.dht.declare(namespace, schema)
         self._run_public_key = run_public_key
         self._authorizer = authorizer
         self._metrics: dict[str, float] = {}

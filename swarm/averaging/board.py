@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from swarm.averaging.messages import MAX_ADDRESSES, checked_addresses
 from swarm.averaging.seals import MAX_GROUP
 from swarm.dht.records import Entry
+from swarm.dht.schemas import Schema, addresses, only_subkey
 from swarm.endpoint import Endpoint
 from swarm.errors import ClosedError, MalformedFrameError, SwarmError
 from swarm.events import Event
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
 
+ROUNDS = "rounds"
+"""The namespace of announcements."""
+ROUNDS_SCHEMA = Schema(required={"addresses": addresses()}, place=only_subkey(""))
+"""What is kept there."""
 SPREAD_AT = 64
 SHARDS = 16
 MAX_READ = 4 * MAX_GROUP

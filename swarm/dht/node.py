@@ -18,6 +18,7 @@ from swarm.dht.operations import DhtStats, Operations
 from swarm.dht.protocol import Protocol
 from swarm.dht.records import Copy, Entry, EntryId, check_names, check_ttl_ms, encode_body, to_entry
 from swarm.dht.routing import AddressBook
+from swarm.dht.schemas import Schema
 from swarm.dht.storage import Storage
 from swarm.dht.upkeep import Upkeep
 from swarm.dht.views import is_view
@@ -111,6 +112,10 @@ class Dht:
         """Peers that an earlier start of this peer met, best first: join through them. Valid after `start`."""
         return list(self._remembered)
 
+    def declare(self, namespace: str, schema: Schema) -> None:
+        """Publish, hold and read under the keys of a namespace (`swarm.dht.schemas`) only what fits. Before `start`."""
+        self._protocol.schemas.add(namespace, schema)
+
     async def start(self) -> None:
         """Serve the DHT's calls and begin the upkeep. Idempotent."""
         self._check_open()
@@ -195,7 +200,8 @@ class Dht:
             How many peers hold it, ourselves included where we are one of the nearest.
 
         Raises:
-            RecordRefusedError: Too large, not made of plain values, or more entries than `max_entries_per_author`.
+            RecordRefusedError: Too large, not made of plain values, not what its namespace holds, or more entries than
+                `max_entries_per_author`.
             NotStoredError: Nobody took it.
         """
         accepted = (await self.put_many([Put(key, body, ttl_s, subkey, renew)]))[0]

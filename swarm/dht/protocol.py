@@ -14,6 +14,7 @@ from swarm.dht.events import ContactDropped, PeerThrottled, RecordEvicted, Recor
 from swarm.dht.flood import FloodGuard
 from swarm.dht.records import MAX_NAME_BYTES, Checker, Copy, Refusal, position_of, remaining_ms, to_wire
 from swarm.dht.routing import ID_BYTES, AddressBook, PeerNode
+from swarm.dht.schemas import Schemas
 from swarm.dht.storage import Storage, cursor
 from swarm.errors import (
     CallTimeoutError,
@@ -55,6 +56,10 @@ INLINE_CHECKS = 3
 """So many signatures are checked on the loop (0.1 ms each); more of them elsewhere."""
 
 _REFUSALS = {int(refusal): refusal for refusal in Refusal}
+_LIES = frozenset(
+    refusal.reason for refusal in (Refusal.BAD_SIGNATURE, Refusal.UNSIGNED, Refusal.FOREIGN, Refusal.MISPLACED)
+)
+"""Why an honest holder would have refused a record itself, whatever its settings and age."""
 _PASSING = (CallTimeoutError, ConnectionLostError, RemoteFailureError)
 
 
@@ -118,7 +123,8 @@ class Protocol:
         self.on_claim: Callable[[Contact], asyncio.Task[None] | None] | None = None
         """Called with a claim (see `swarm.dht.claims`) that has just come and may be verified; returns the task that
         does so, if it is done now."""
-        self.checker = Checker(transport.run_id, config.max_body_bytes)
+        self.schemas = Schemas()
+        self.checker = Checker(transport.run_id, config.max_body_bytes, self.schemas.check)
         storage.on_evicted = self._evicted
         self.on_held: Callable[[str], None] | None = None
         """Called with the key of every record that is newly held here."""
@@ -210,7 +216,7 @@ class Protocol:
             page = await self._copies(answer.found[0].records, key, node)
             rest += page
             last = cursor(page[-1]) if page else b""
-            if not answer.found[0].more or last <= after:
+            if not answer.found[0].more or last <= after or len(first) + len(rest) >= self._config.max_entries_per_key:
                 break
             after = last
         return rest
@@ -367,12 +373,18 @@ class Protocol:
     # Checking
 
     async def _copies(self, messages: Sequence[pb.DhtRecord], key: str, node: PeerNode) -> list[Copy]:
+        """The records of an answer that pass. Raises `MalformedFrameError` where some show that the peer lies."""
         good = []
         for copy in await self._check(messages, key):
             if isinstance(copy, Copy):
                 good.append(copy)
-            else:
-                self._runtime.emit(RecordRefused(reason=copy.reason, sender=str(node.contact.peer_id)))
+                continue
+            self._runtime.emit(RecordRefused(reason=copy.reason, sender=str(node.contact.peer_id)))
+            if copy.reason in _LIES:
+                if self._book.failed(node.contact, surely=True):
+                    reason = f"it shows records that it cannot have accepted ({copy.reason})"
+                    self._runtime.emit(ContactDropped(peer=str(node.contact.peer_id), reason=reason))
+                raise MalformedFrameError("An answer contains records that their holder cannot have accepted.")
         return good
 
     async def _check(self, messages: Sequence[pb.DhtRecord], key: str | None) -> list[Copy | RecordRefusedError]:
@@ -385,6 +397,8 @@ class Protocol:
                     result.append(self.checker.check(message, now_s, key))
                 except RecordRefusedError as error:
                     result.append(error)
+                    if key is not None and error.reason in _LIES:
+                        break  # the rest of a liar's answer is not worth the signatures
             return result
 
         if sum(not self.checker.knows(message) for message in messages) <= INLINE_CHECKS:

@@ -11,18 +11,49 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarm.dht.schemas import MAX_ADDRESSES, Schema, addresses, flag, integer, number, table
 from swarm.errors import MalformedFrameError
 from swarm.experts.spec import parse_uid
 from swarm.identity import PeerId
 
-MAX_ADDRESSES = 8
-MAX_ADDRESS_CHARS = 255
+EXPERTS = "experts"
+"""The namespace of hosts' records."""
+MAX_WEIGHT_VERSION = 1 << 62
+MAX_EXPERTS = 1 << 40
 _FIXED_BODY_BYTES = 160
+
+
+def _uid(value: Any) -> str | None:
+    try:
+        parse_uid(value)
+    except MalformedFrameError:
+        return "is no expert's uid"
+    return None
+
+
+def _place(_author: PeerId, _key: str, subkey: str) -> str | None:
+    return None if subkey.isascii() and subkey.isdecimal() and len(subkey) <= 4 else "its subkey is no small number"
+
+
+HOST_SCHEMA = Schema(
+    required={
+        "addresses": addresses(),
+        "experts": table(_uid, integer(0, MAX_WEIGHT_VERSION), 4096),
+    },
+    optional={
+        "queue_s": number(0, 1e6),
+        "capacity": integer(0, MAX_EXPERTS),
+        "load": integer(0, MAX_EXPERTS),
+        "leaving": flag(),
+    },
+    place=_place,
+)
+"""What is kept under `record_key`."""
 
 
 def record_key(grid: str) -> str:
     """The DHT key under which hosts of a grid announce themselves."""
-    return f"experts/{grid}"
+    return f"{EXPERTS}/{grid}"
 
 
 def snapshot_key(uid: str) -> str:
@@ -86,29 +117,12 @@ class HostRecord:
     @classmethod
     def from_body(cls, author: PeerId, body: Any) -> HostRecord:
         """Read one body. Raises `MalformedFrameError`."""
-        if not isinstance(body, dict):
-            raise MalformedFrameError("An expert record is not a table.")
-        addresses, experts = body.get("addresses"), body.get("experts")
+        complaint = HOST_SCHEMA.complaint(body)
+        if complaint is not None:
+            raise MalformedFrameError(f"This is no expert record: {complaint}.")
         queue_s, capacity, load = body.get("queue_s", 0.0), body.get("capacity", 0), body.get("load", 0)
-        if (
-            not isinstance(addresses, list | tuple)
-            or len(addresses) > MAX_ADDRESSES
-            or not all(isinstance(a, str) and len(a) <= MAX_ADDRESS_CHARS for a in addresses)
-        ):
-            raise MalformedFrameError("The addresses of an expert record are not a short list of texts.")
-        if not isinstance(experts, dict) or not all(type(v) is int and v >= 0 for v in experts.values()):
-            raise MalformedFrameError("The experts of an expert record are not a table of weight versions.")
-        for uid in experts:
-            parse_uid(uid)
-        if (
-            type(queue_s) not in (int, float)
-            or not 0 <= queue_s < 1e6
-            or type(capacity) is not int
-            or type(load) is not int
-        ):
-            raise MalformedFrameError("The load of an expert record is not a number.")
-        leaving = body.get("leaving", False) is True
-        return cls(author, tuple(addresses), experts, float(queue_s), max(0, capacity), max(0, load), leaving)
+        leaving = body.get("leaving", False)
+        return cls(author, tuple(body["addresses"]), body["experts"], float(queue_s), capacity, load, leaving)
 
 
 def merge_records(records: Iterable[HostRecord]) -> list[HostRecord]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from swarm.clock import Clock
 from swarm.dht.node import Dht
+from swarm.dht.schemas import MAX_ADDRESSES, Schema, addresses, anything, items, number, table, text
 from swarm.dht.views import is_view
 from swarm.endpoint import Endpoint
 from swarm.errors import AdmissionRefusedError, DhtError, InvalidInviteError, NetworkError
@@ -27,8 +28,10 @@ from swarm.roles import Role
 from swarm.runs.credentials import CLOCK_TOLERANCE_S, Credential, check_expiry, run_id_of
 
 MAX_NAME_CHARS = 64
-MAX_ADDRESSES = 8
 MAX_METRICS = 32
+MAX_METRIC_CHARS = 40
+MAX_ROLES = 16
+MAX_WORD_CHARS = 32
 LEAVE_TIMEOUT_S = 3.0
 VIEW_BEATS = 2
 """In every so many heartbeats a peer checks that the author of some record is in the same network."""
@@ -160,12 +163,32 @@ class PeerRecord:
         return self.contact.peer_id
 
 
+def _own_key(author: PeerId, key: str, subkey: str) -> str | None:
+    return None if key == peer_key(author) and not subkey else "everybody has one place of its own"
+
+
+PEERS = "peers"
+"""The namespace of peers' records."""
+PEER_SCHEMA = Schema(
+    required={
+        "name": text(MAX_NAME_CHARS),
+        "roles": items(anything(), MAX_ROLES),
+        "addresses": addresses(),
+        "state": text(MAX_WORD_CHARS),
+        "metrics": table(text(MAX_METRIC_CHARS), number(), MAX_METRICS),
+    },
+    optional={"view": lambda view: None if is_view(view) else "is no view"},
+    place=_own_key,
+)
+"""What is kept there. States and roles that we do not know are let through: newer peers may have some."""
+
+
 def peer_key(peer_id: PeerId) -> str:
     """The DHT key that lists this peer: the membership list is spread over 16 keys by the id's first digit."""
-    return f"peers/{peer_id.digest[0] >> 4:x}"
+    return f"{PEERS}/{peer_id.digest[0] >> 4:x}"
 
 
-ALL_PEER_KEYS: tuple[str, ...] = tuple(f"peers/{digit:x}" for digit in range(16))
+ALL_PEER_KEYS: tuple[str, ...] = tuple(f"{PEERS}/{digit:x}" for digit in range(16))
 
 
 class PeerAnnouncer:
@@ -252,7 +275,7 @@ class PeerAnnouncer:
 
     def _body(self) -> dict[str, Any]:
         endpoint = self._endpoint
-        metrics = {str(k)[:40]: float(v) for k, v in self._metrics().items()}
+        metrics = {str(k)[:MAX_METRIC_CHARS]: float(v) for k, v in self._metrics().items()}
         finite = [(k, v) for k, v in sorted(metrics.items()) if math.isfinite(v)]
         return {
             "name": endpoint.name[:MAX_NAME_CHARS],
@@ -283,34 +306,18 @@ async def list_peers(dht: Dht, *, max_age_s: float = 0.0) -> list[PeerRecord]:
 
 def _record(author: PeerId, body: Any, record_version: int, ttl_s: float) -> PeerRecord | None:
     """The record in a body that anybody may have written, or none."""
-    match body:
-        case {
-            "name": str(name),
-            "roles": list(roles),
-            "addresses": list(addresses),
-            "state": str(state),
-            "metrics": dict(metrics),
-        }:
-            pass
-        case _:
-            return None
-    if not all(isinstance(a, str) and len(a) <= 255 for a in addresses) or len(addresses) > MAX_ADDRESSES:
+    if PEER_SCHEMA.complaint(body) is not None or body["state"] not in {m.value for m in PeerState}:
         return None
-    known_roles = frozenset(Role(r) for r in roles if isinstance(r, str) and r in {m.value for m in Role})
-    numbers = {k: float(v) for k, v in metrics.items() if isinstance(k, str) and isinstance(v, int | float)}
-    if state not in {m.value for m in PeerState} or len(name) > MAX_NAME_CHARS or len(numbers) > MAX_METRICS:
-        return None
-    view = body.get("view", b"")
-    if not is_view(view):
-        return None
-    shown_name = "".join(c for c in name if c.isprintable())
+    known_roles = frozenset(Role(r) for r in body["roles"] if isinstance(r, str) and r in {m.value for m in Role})
+    numbers = {name: float(value) for name, value in body["metrics"].items()}
+    shown_name = "".join(c for c in body["name"] if c.isprintable())
     return PeerRecord(
-        Contact(author, tuple(addresses)),
+        Contact(author, tuple(body["addresses"])),
         shown_name,
         known_roles,
-        PeerState(state),
+        PeerState(body["state"]),
         numbers,
-        view,
+        body.get("view", b""),
         record_version,
         ttl_s,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from swarm.dht.schemas import Schema, addresses, integer, only_subkey
 from swarm.endpoint import Endpoint
 from swarm.errors import SchemaMismatchError, SwarmError
 from swarm.events import Event
@@ -20,6 +21,7 @@ from swarm.state.transfer import PartialSnapshot, Snapshot, fetch_snapshot
 from swarm.tensors.schema import check_finite
 
 PARAMETER, BUFFER, OPTIMIZER = "param/", "buffer/", "optim/"
+MAX_STEP = 1 << 62
 MAX_DONORS = 16
 """Donors that a joiner asks, newest first, before it begins by itself."""
 DOWNLOAD_TIMEOUT_S = 3600.0
@@ -61,9 +63,18 @@ class StateNotAnnounced(Event):
     reason: str
 
 
+STATE = "state"
+"""The namespace of donors' records."""
+STATE_SCHEMA = Schema(
+    required={"addresses": addresses(), "step": integer(0, MAX_STEP)},
+    place=only_subkey(""),
+)
+"""What is kept there: where a donor is, and how many steps its state has seen."""
+
+
 def state_key(key: str) -> str:
     """Where donors of an averaging key are found, in the DHT and in their snapshot stores."""
-    return f"state/{key}"
+    return f"{STATE}/{key}"
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -207,13 +218,9 @@ async def _donors(endpoint: Endpoint, key: str) -> list[Contact]:
         return []
     donors: list[tuple[int, Contact]] = []
     for entry in entries:
-        body = entry.body if isinstance(entry.body, dict) else {}
-        step, addresses = body.get("step"), body.get("addresses")
-        if entry.author == endpoint.peer_id or entry.subkey or not isinstance(addresses, list | tuple):
+        if entry.author == endpoint.peer_id or entry.subkey or STATE_SCHEMA.complaint(entry.body) is not None:
             continue
-        if not isinstance(step, int):
-            continue
-        donors.append((step, Contact(entry.author, tuple(a for a in addresses if isinstance(a, str)))))
+        donors.append((entry.body["step"], Contact(entry.author, tuple(entry.body["addresses"]))))
     donors.sort(key=lambda donor: -donor[0])
     return [donor for _, donor in donors[:MAX_DONORS]]
 
