@@ -29,7 +29,9 @@ ENDED_KEPT = 4096
 SHORTEST_S = 0.001
 """What has less of its lifetime left is not worth sending."""
 VERIFY_AT_ONCE = 8
-"""Claims of callers about where they are that are verified at a time."""
+"""Claims of callers about where they are that are verified at a time because they matter."""
+VERIFY_A_ROUND = 2
+"""Further ones that are verified in a round of upkeep: a connection costs more than a call."""
 SPARE_CONTACTS = 3
 """Contacts asked for beyond `replication`, against dead ones among them."""
 
@@ -116,7 +118,7 @@ class Operations:
 
     async def verify_claims(self) -> None:
         """Dial some of those who called us and for whom the table has a place."""
-        contacts = self.protocol.claims.take(VERIFY_AT_ONCE, lambda c: self.book.table.wants(PeerNode(c)))
+        contacts = self.protocol.claims.take(VERIFY_A_ROUND, lambda c: self.book.table.wants(PeerNode(c)))
         await asyncio.gather(*(self._verify(contact) for contact in contacts))
 
     # Searching
