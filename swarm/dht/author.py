@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swarm.dht.events import DuplicateIdentity
+from swarm.dht.events import DuplicateIdentity, RenewalFailed
 from swarm.dht.incarnations import COOLDOWN_S, Claimed, Incarnations
 from swarm.dht.operations import Operations, Placed
 from swarm.dht.records import (
     INCARNATION_BYTES,
     MAX_ADOPTED_VERSION,
+    MAX_TTL_S,
     MAX_VERSION,
     Copy,
     Record,
@@ -30,8 +31,8 @@ ATTEMPTS = 3
 """Times that a record is signed anew because a holder knows a higher version."""
 INLINE_SIGNATURES = 8
 """So many records are signed on the loop (0.02 ms each); more of them elsewhere."""
-JITTER = 0.2
-"""Renewals come up to this fraction early, so that they do not all come together."""
+JITTER = 0.3
+"""Renewals come up to this fraction early, so that records published together are not renewed together."""
 TRANSIT_TIMEOUTS = 2.0
 """Call timeouts that a record may have been under way without its lifetime falling."""
 CONTESTED_PAUSE = 2.0
@@ -40,8 +41,10 @@ STORED_KEPT = 1024
 """Entries of which the version is remembered that our former self has left."""
 EAGER = 0.25
 """A renewal that nobody took is repeated after this part of the usual interval."""
-TOGETHER = 0.1
+TOGETHER = 0.02
 """Records due within this part of the republish interval are renewed together."""
+BATCH = 64
+"""So many records at most are renewed together; the next ones when these have been placed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Author:
         self._incarnations = Incarnations(self.incarnation, TRANSIT_TIMEOUTS * operations.config.call_timeout_s)
         self._stored: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._published: dict[tuple[str, str], _Published] = {}
+        self._subkeys: dict[str, dict[str, None]] = {}
         self._signing = asyncio.Lock()
         self._earlier = asyncio.Event()
         self._next_s = math.inf
@@ -94,10 +98,25 @@ class Author:
         """Our live records of each key, deletions included."""
         now_s = self._now()
         mine: dict[str, list[Copy]] = {key: [] for key in keys}
-        for (key, _), published in self._published.items():
-            if key in mine and published.expires_s > now_s:
-                mine[key].append(Copy(published.record, published.expires_s))
+        for key, copies in mine.items():
+            for subkey in self._subkeys.get(key, ()):
+                published = self._published[key, subkey]
+                if published.expires_s > now_s:
+                    copies.append(Copy(published.record, published.expires_s))
         return mine
+
+    def _keep(self, published: _Published) -> None:
+        draft = published.draft
+        self._published[draft.key, draft.subkey] = published
+        self._subkeys.setdefault(draft.key, {})[draft.subkey] = None
+
+    def _forget_expired(self) -> None:
+        now_s = self._now()
+        for name in [name for name, published in self._published.items() if published.expires_s <= now_s]:
+            del self._published[name]
+            del self._subkeys[name[0]][name[1]]
+            if not self._subkeys[name[0]]:
+                del self._subkeys[name[0]]
 
     def _now(self) -> float:
         return self._do.runtime.clock.time()
@@ -157,12 +176,20 @@ class Author:
         return max(own, default=0)
 
     def _check_quota(self, drafts: Sequence[Draft]) -> None:
-        now_s, limit = self._now(), self._do.config.max_entries_per_author
+        config = self._do.config
+        limit, limit_of_key = config.max_entries_per_author, config.max_entries_per_key_and_author
         names = {(draft.key, draft.subkey): None for draft in drafts}
         if len(self._published) + len(names) > limit:
-            self._published = {n: p for n, p in self._published.items() if p.expires_s > now_s}
+            self._forget_expired()
         if len(self._published) + sum(name not in self._published for name in names) > limit:
             raise refused(Refusal.QUOTA, f"One peer publishes at most {limit} entries.", "Delete some.")
+        of_key = Counter(key for key, subkey in names if subkey not in self._subkeys.get(key, ()))
+        for key, more in of_key.items():
+            if len(self._subkeys.get(key, ())) + more > limit_of_key:
+                raise refused(
+                    Refusal.QUOTA, f"One peer publishes at most {limit_of_key} entries under one key.",
+                    "Spread them over several keys.",
+                )  # fmt: skip
 
     async def _sign(self, wanted: Sequence[tuple[int, Draft, int]], *, again: bool) -> dict[int, Copy]:
         """Records with versions above everything we know of: our last one, our wall clock, and what a holder named.
@@ -238,16 +265,16 @@ class Author:
         contested_until_s = last.contested_until_s if last else 0.0
         if draft.renew and contested_until_s > now_s:
             due_s = now_s + CONTESTED_PAUSE * (due_s - now_s)
-        self._published[draft.key, draft.subkey] = _Published(
-            draft, record, copy.expires_s, due_s, longest_s, first, contested_until_s
-        )
+        self._keep(_Published(draft, record, copy.expires_s, due_s, longest_s, first, contested_until_s))
         if due_s < self._next_s:
             self._earlier.set()
         return copy
 
     def _interval_s(self, draft: Draft) -> float:
-        config = self._do.config
-        return draft.ttl_ms / 1000 * config.republish_fraction * (1 - JITTER * self._do.runtime.rng.random())
+        return self._longest_interval_s(draft) * (1 - JITTER * self._do.runtime.rng.random())
+
+    def _longest_interval_s(self, draft: Draft) -> float:
+        return draft.ttl_ms / 1000 * self._do.config.republish_fraction
 
     async def delete(self, key: str, subkey: str) -> None:
         """Replace our entry by a tombstone that outlives every copy of it. Nothing happens where there is none."""
@@ -261,12 +288,13 @@ class Author:
             draft = Draft(key, subkey, found.record.body, found.record.ttl_ms, renew=False)
             first = Claimed(found.record.record_version, self._now())
             last = _Published(draft, found.record, found.expires_s, math.inf, found.expires_s, first)
-            self._published[key, subkey] = last
+            self._keep(last)
         if not last.draft.deleted:
             await self.publish([self._tombstone(last)])
 
     def _tombstone(self, last: _Published) -> Draft:
-        ttl_ms = max(last.draft.ttl_ms, math.ceil((last.longest_s - self._now()) * 1000))
+        longest_s = last.longest_s - self._now() + TRANSIT_TIMEOUTS * self._do.config.call_timeout_s
+        ttl_ms = max(last.draft.ttl_ms, math.ceil(min(longest_s, MAX_TTL_S) * 1000))
         return Draft(last.draft.key, last.draft.subkey, b"", ttl_ms, renew=False, deleted=True)
 
     async def withdraw(self) -> None:
@@ -294,11 +322,17 @@ class Author:
         self._earlier.set()
 
     async def _renew_due(self) -> None:
+        """Renew what is due, and what will be in a moment, as far as it fits into one batch."""
         now_s = self._now()
-        due = []
-        for published in list(self._published.values()):
-            if published.due_s <= now_s + TOGETHER * self._interval_s(published.draft):
-                due.append(published.draft)
-        for draft, accepted in zip(due, await self._publish(due, again=True), strict=True):
-            if not accepted and self._is_current(draft):
-                self._published[draft.key, draft.subkey].due_s = self._now() + EAGER * self._interval_s(draft)
+        due = [p for p in self._published.values() if p.due_s <= now_s + TOGETHER * self._longest_interval_s(p.draft)]
+        due.sort(key=lambda published: published.due_s)
+        drafts = [published.draft for published in due[:BATCH]]
+        for draft, accepted in zip(drafts, await self._publish(drafts, again=True), strict=True):
+            published = self._published.get((draft.key, draft.subkey))
+            if accepted or published is None or published.draft is not draft:
+                continue
+            now_s = self._now()
+            published.due_s = now_s + EAGER * self._interval_s(draft)
+            if published.contested_until_s <= now_s:
+                reason = "no peer took it: none is reachable, or all refuse it"
+                self._do.runtime.emit(RenewalFailed(key=draft.key, reason=reason))

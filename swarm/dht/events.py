@@ -61,6 +61,14 @@ class UnderReplicated(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RenewalFailed(Event):
+    """Nobody took the renewal of a record of ours. It is tried again soon; without success the record ends."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rejoined(Event):
     """The routing table had run empty and was filled again from remembered peers."""
 

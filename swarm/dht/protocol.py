@@ -41,6 +41,10 @@ MAX_TARGETS = 64
 """Positions in one find request."""
 MAX_STORED = 256
 """Records in one store request."""
+MAX_FOUND = 8192
+"""Records in one find answer."""
+MAX_NEAREST = 256
+"""Peers named for one target or record in an answer."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARS = 256
 CALL_COST = 1.0
@@ -48,6 +52,9 @@ CALL_COST = 1.0
 TARGET_COST = 0.25
 LIFETIME_BYTES = 5
 """Of one lifetime in an answer by digest."""
+TRANSIT_S = 0.5
+TRANSIT_SHARE = 0.05
+"""What a record that is passed on loses of its lifetime: so many seconds, at most this part of what is left."""
 SETTLE_FRACTION = 0.1
 """A small network's peers answer a new one once they have dialled it, or after this part of the call timeout."""
 MAX_PAGES = 256
@@ -183,6 +190,7 @@ class Protocol:
         Raises:
             SwarmError: The call failed, or the answer is malformed.
         """
+        asked_s = self._runtime.clock.time()
         answer = await self._find(node, [_target(target) for target in targets], count)
         contacts = self._hints(answer.contacts)
         result = []
@@ -191,29 +199,30 @@ class Protocol:
             if not isinstance(target, Want):
                 result.append(Found(nearest, []))
             elif found.digest:
-                result.append(Found(nearest, [], self._checked(target, found)))
+                result.append(Found(nearest, [], self._checked(target, found, asked_s)))
             else:
-                copies = await self._copies(found.records, target.key, node)
+                copies = await self._copies(found.records, target.key, node, asked_s)
                 if found.more:
                     copies += await self._rest(node, target.key, copies)
                 result.append(Found(nearest, copies))
         return result
 
-    def _checked(self, want: Want, found: pb.DhtFound) -> Told:
+    def _checked(self, want: Want, found: pb.DhtFound, asked_s: float) -> Told:
         if found.digest != want.digest and not want.inline_bytes:
             raise MalformedFrameError("A find answer has a digest where records were asked for.")
         if len(found.digest) != DIGEST_BYTES or len(found.remaining_ms) > self._config.max_entries_per_key:
             raise MalformedFrameError("A find answer has a digest of the wrong length, or too many lifetimes.")
         lifetimes_s = tuple(left_ms / 1000 for left_ms in found.remaining_ms)
-        return Told(found.digest, lifetimes_s, self._runtime.clock.time())
+        return Told(found.digest, lifetimes_s, asked_s)
 
     async def _rest(self, node: PeerNode, key: str, first: list[Copy]) -> list[Copy]:
         """The further pages of a key that does not fit into one answer."""
         rest: list[Copy] = []
         after = cursor(first[-1]) if first else b""
         for _ in range(MAX_PAGES):
+            asked_s = self._runtime.clock.time()
             answer = await self._find(node, [pb.DhtTarget(key=key, after=after)], 0)
-            page = await self._copies(answer.found[0].records, key, node)
+            page = await self._copies(answer.found[0].records, key, node, asked_s)
             rest += page
             last = cursor(page[-1]) if page else b""
             if not answer.found[0].more or last <= after or len(first) + len(rest) >= self._config.max_entries_per_key:
@@ -226,6 +235,12 @@ class Protocol:
         answer = await self._call(node, FIND, request)
         if len(answer.found) != len(targets):
             raise MalformedFrameError(f"A find answer has {len(answer.found)} parts for {len(targets)} targets.")
+        records = sum(len(found.records) for found in answer.found)
+        if records > MAX_FOUND or any(len(found.nearest) > MAX_NEAREST for found in answer.found):
+            raise MalformedFrameError(
+                f"A find answer has more than {MAX_FOUND} records or {MAX_NEAREST} nearest peers."
+            )
+        _check_contacts(answer.contacts, len(targets))
         return answer
 
     async def store(self, node: PeerNode, copies: Sequence[Copy], count: int = 0) -> list[Stored]:
@@ -240,20 +255,29 @@ class Protocol:
         result: list[Stored] = []
         for batch in self._batches(copies):
             now_s = self._runtime.clock.time()
-            records = [to_wire(copy, now_s) for copy in batch]
+            records = [to_wire(self._passed_on(copy, now_s), now_s) for copy in batch]
             request = pb.DhtStoreRequest(sender=self._sender, records=records, count=count)
             answer = await self._call(node, STORE, request)
             if len(answer.results) != len(batch):
                 raise MalformedFrameError(f"A store answer has {len(answer.results)} parts for {len(batch)} records.")
+            if any(len(part.nearest) > MAX_NEAREST for part in answer.results):
+                raise MalformedFrameError(f"A store answer has more than {MAX_NEAREST} nearest peers.")
+            _check_contacts(answer.contacts, len(batch))
             contacts = self._hints(answer.contacts)
             for part, copy in zip(answer.results, batch, strict=True):
-                other = await self._copies([part.other], copy.record.key, node) if part.HasField("other") else []
+                other = await self._copies([part.other], copy.record.key, node, now_s) if part.HasField("other") else []
                 refusal = _REFUSALS.get(part.status, Refusal.MALFORMED)
                 if refusal is not Refusal.NONE:
                     self._runtime.emit(RecordRefused(reason=refusal.reason, sender=str(node.contact.peer_id)))
                 nearest = _pick(contacts, part.nearest[:count])
                 result.append(Stored(refusal, part.record_version, nearest, other[0] if other else None))
         return result
+
+    def _passed_on(self, copy: Copy, now_s: float) -> Copy:
+        """Somebody else's record loses what the way may take, so that passing it on and on never prolongs its life."""
+        if copy.record.author == self._transport.identity.public_key:
+            return copy
+        return Copy(copy.record, copy.expires_s - min(TRANSIT_S, TRANSIT_SHARE * max(0.0, copy.remaining_s(now_s))))
 
     def _batches(self, copies: Sequence[Copy]) -> list[list[Copy]]:
         batches: list[list[Copy]] = []
@@ -340,7 +364,7 @@ class Protocol:
         results = []
         sender = str(context.peer_id)
         budget = self._budget_bytes
-        for copy in await self._check(request.records, None):
+        for copy in await self._check(request.records, None, self._runtime.clock.time()):
             result = pb.DhtStored()
             try:
                 if isinstance(copy, RecordRefusedError):
@@ -372,10 +396,15 @@ class Protocol:
 
     # Checking
 
-    async def _copies(self, messages: Sequence[pb.DhtRecord], key: str, node: PeerNode) -> list[Copy]:
-        """The records of an answer that pass. Raises `MalformedFrameError` where some show that the peer lies."""
+    async def _copies(self, messages: Sequence[pb.DhtRecord], key: str, node: PeerNode, asked_s: float) -> list[Copy]:
+        """The records of an answer that pass. Raises `MalformedFrameError` where some show that the peer lies.
+
+        Args:
+            asked_s: When the request was sent. Lifetimes count from then: what was left when the peer looked can only
+                be less by now, however long the answer took.
+        """
         good = []
-        for copy in await self._check(messages, key):
+        for copy in await self._check(messages, key, asked_s):
             if isinstance(copy, Copy):
                 good.append(copy)
                 continue
@@ -387,9 +416,9 @@ class Protocol:
                 raise MalformedFrameError("An answer contains records that their holder cannot have accepted.")
         return good
 
-    async def _check(self, messages: Sequence[pb.DhtRecord], key: str | None) -> list[Copy | RecordRefusedError]:
-        now_s = self._runtime.clock.time()
-
+    async def _check(
+        self, messages: Sequence[pb.DhtRecord], key: str | None, now_s: float
+    ) -> list[Copy | RecordRefusedError]:
         def check_all() -> list[Copy | RecordRefusedError]:
             result: list[Copy | RecordRefusedError] = []
             for message in messages:
@@ -489,6 +518,11 @@ def _contact(peer_id: bytes, addresses: Sequence[str]) -> Contact | None:
     if len(peer_id) != 32 or len(addresses) > MAX_ADDRESSES or any(len(a) > MAX_ADDRESS_CHARS for a in addresses):
         return None
     return Contact(PeerId(peer_id), tuple(addresses))
+
+
+def _check_contacts(contacts: Sequence[pb.DhtContact], parts: int) -> None:
+    if len(contacts) > MAX_NEAREST * parts:
+        raise MalformedFrameError(f"An answer of {parts} parts names {len(contacts)} peers.")
 
 
 def _target(target: bytes | Want) -> pb.DhtTarget:
