@@ -207,6 +207,10 @@ class Lookup:
         self._leave(node, state)
         self._answered[node.id] = None
         self._hearsay.proved(node.id)
+        self.learn(node, nearer)
+
+    def learn(self, node: PeerNode, nearer: Iterable[PeerNode]) -> None:
+        """A peer, perhaps none of the candidates, names others."""
         nearer = list(nearer)
         new = [n for n in nearer if n not in self._candidates]
         for other in nearer:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm.config import DhtConfig
 from swarm.dht.crawl import Ask, Crawl, Lookup, Read
 from swarm.dht.driver import Driver
 from swarm.dht.events import RecordRefused, UnderReplicated
+from swarm.dht.hearsay import is_thin
 from swarm.dht.protocol import MAX_TARGETS, STORE, Protocol, Want
 from swarm.dht.records import Copy, EntryId, PlaceId, Refusal, position_of
 from swarm.dht.routing import AddressBook, PeerNode
@@ -24,6 +25,8 @@ from swarm.runtime import Runtime
 SEARCH_FACTOR = 1.6
 """While not everybody is known, so many times `replication` peers must answer before a neighbourhood counts as found,
 or a key as empty. Fewer sometimes know only each other."""
+GUIDES = 4
+"""Peers chosen at random that are asked where such a lookup should go on."""
 ENDED_KEPT = 4096
 """Entries remembered that most of their replicas have seen end."""
 SHORTEST_S = 0.001
@@ -140,8 +143,37 @@ class Operations:
                 lookup.answered(ask.node, part.nearest)
 
         if lookups:
-            await self.driver.drive(Crawl(lookups, parallelism or self.config.parallelism), send)
+            await self._drive(lookups, send, parallelism or self.config.parallelism)
             self._count(lookups)
+
+    async def _drive(self, lookups: Sequence[Lookup], send: Callable[[Ask], Awaitable[None]], parallelism: int) -> None:
+        """Run lookups to their end; those that end where peers are suspiciously few go on from other starts.
+
+        Liars can name one another only, and so lead a lookup that began among them past everybody else. But ids are
+        uniform: where only a part of all peers is shown, those found are farther from the position than our neighbours
+        are from us.
+        """
+        await self.driver.drive(Crawl(lookups, parallelism), send)
+        thin = [lookup for lookup in lookups if self._thin(lookup)]
+        if not thin:
+            return
+        nodes = self.book.table.all_nodes()
+        guides = self.runtime.rng.sample(nodes, min(GUIDES, len(nodes)))
+        self.stats.messages += 2 * len(guides)
+        told = await asyncio.gather(*(self.ask(guide, [lookup.target for lookup in thin]) for guide in guides))
+        for guide, answer in zip(guides, told, strict=True):
+            for lookup, nearer in zip(thin, answer, strict=False):
+                lookup.learn(guide, nearer)
+        await self.driver.drive(Crawl(thin, parallelism), send)
+
+    def _thin(self, lookup: Lookup) -> bool:
+        """Whether much fewer answered around the position than we know around us."""
+        if self.book.table.complete or lookup.width < self.config.replication:
+            return False
+        own = self.book.me.long_id
+        ours = self.book.table.nearest(own, self.config.bucket_size)
+        found = [node.long_id ^ lookup.target for node in lookup.nearest()]
+        return is_thin(found, [node.long_id ^ own for node in ours])
 
     def _count(self, lookups: Sequence[Lookup]) -> None:
         self.stats.lookups += len(lookups)
@@ -282,7 +314,7 @@ class Operations:
                 else:
                     read.told(ask.node, part.told, part.nearest)
 
-        await self.driver.drive(Crawl(reads, config.parallelism), send)
+        await self._drive(reads, send, config.parallelism)
         self._count(reads)
         results = {read.key: self._witness.admit(read.result(), self.runtime.clock.time()) for read in reads}
         lacking: dict[bytes, tuple[PeerNode, list[Copy]]] = {}

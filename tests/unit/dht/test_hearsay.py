@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from swarm.dht.hearsay import MISSES, TELLERS, Hearsay
+import random
+
+from swarm.dht.hearsay import MISSES, TELLERS, Hearsay, is_thin
 
 
 def test_a_teller_loses_its_word_when_nobody_it_named_answers() -> None:
@@ -50,3 +52,21 @@ def test_liars_who_came_first_do_not_keep_out_an_honest_word() -> None:
     assert not hearsay.counts(b"peer")
     hearsay.named(b"peer", b"honest")
     assert hearsay.counts(b"peer")
+
+
+def nearest(rng: random.Random, peers: int, count: int) -> list[int]:
+    """Distances of the nearest of so many uniform ids."""
+    return sorted(rng.getrandbits(160) for _ in range(peers))[:count]
+
+
+def test_a_fifth_or_three_tenths_of_all_peers_cannot_pass_for_all_of_them() -> None:
+    rng = random.Random(1)
+    runs = 300
+    honest = sum(is_thin(nearest(rng, 1000, 8), nearest(rng, 1000, 20)) for _ in range(runs))
+    fifth = sum(is_thin(nearest(rng, 200, 8), nearest(rng, 1000, 20)) for _ in range(runs))
+    more = sum(is_thin(nearest(rng, 300, 8), nearest(rng, 1000, 20)) for _ in range(runs))
+    assert honest <= runs / 50
+    assert fifth >= 0.9 * runs
+    assert more >= 0.6 * runs
+    assert not is_thin([], [1])
+    assert not is_thin([1], [])
