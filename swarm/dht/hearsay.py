@@ -17,7 +17,7 @@ MISSES = 3
 """So many contacts that do not answer cost a teller its word, unless as many have answered."""
 THIN = 2.5
 """Peers found so many times sparser than others elsewhere are hardly all that there are. Of 8 found among all peers and
-20 known, chance makes that of 1 %; where a fifth of all peers shows only itself, 93 % are, where three tenths do, 72 %."""
+20 known, chance makes that of 1 %; where a fifth of all shows only itself, 93 % are, where three tenths do, 72 %."""
 TELLERS = 4
 """Tellers remembered for each contact."""
 

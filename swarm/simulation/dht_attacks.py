@@ -50,7 +50,7 @@ class MaliciousFigures:
         replayed_to_witness: Those returned to a reader that had itself seen a newer one.
         deleted, expired: Entries returned after their deletion or the end of their lifetime.
         missing: Live entries that a get did not return.
-        calls_per_put, calls_per_get: Calls that the acting peer made, its upkeep meanwhile included.
+        messages_per_put, messages_per_get: Requests sent and answers received by the acting peer for its operations.
         lies: Spoilt answers by kind.
         refused: Records that honest peers refused, by reason.
         dropped: Contacts that left honest tables.
@@ -68,8 +68,8 @@ class MaliciousFigures:
     deleted: int
     expired: int
     missing: int
-    calls_per_put: float
-    calls_per_get: float
+    messages_per_put: float
+    messages_per_get: float
     slowest_put_s: float
     slowest_get_s: float
     median_get_s: float
@@ -85,8 +85,8 @@ class _Tally:
     gets: list[bool] = field(default_factory=list)
     put_s: list[float] = field(default_factory=list)
     get_s: list[float] = field(default_factory=list)
-    put_calls: list[int] = field(default_factory=list)
-    get_calls: list[int] = field(default_factory=list)
+    put_messages: list[int] = field(default_factory=list)
+    get_messages: list[int] = field(default_factory=list)
     bad: dict[str, int] = field(default_factory=dict)
 
     def count(self, kind: str) -> None:
@@ -132,7 +132,7 @@ class Ledger:
         """State a number under a key, renewed if it is to live long; whether anybody took it."""
         self.author[key] = author
         self.stated.setdefault(key, []).append(number)
-        loop, calls, renew = asyncio.get_running_loop(), author.transport.stats.calls_made, ttl_s >= LONG_S
+        loop, messages, renew = asyncio.get_running_loop(), author.dht.stats.messages, ttl_s >= LONG_S
         begun_s = loop.time()
         try:
             await author.dht.put(key, number, ttl_s=ttl_s, renew=renew)
@@ -143,7 +143,7 @@ class Ledger:
         self.expires_s[key] = math.inf if renew else loop.time() + ttl_s
         self.tally.puts.append(done)
         self.tally.put_s.append(loop.time() - begun_s)
-        self.tally.put_calls.append(author.transport.stats.calls_made - calls)
+        self.tally.put_messages.append(author.dht.stats.messages - messages)
         return done
 
     async def delete(self, key: str) -> None:
@@ -153,11 +153,11 @@ class Ledger:
 
     async def get(self, reader: Endpoint, key: str) -> bool:
         """Read a key and judge the answer; whether it was right."""
-        loop, calls = asyncio.get_running_loop(), reader.transport.stats.calls_made
+        loop, messages = asyncio.get_running_loop(), reader.dht.stats.messages
         begun_s = loop.time()
         entries = await reader.dht.get(key)
         self.tally.get_s.append(loop.time() - begun_s)
-        self.tally.get_calls.append(reader.transport.stats.calls_made - calls)
+        self.tally.get_messages.append(reader.dht.stats.messages - messages)
         right = self._judge(reader, key, entries, begun_s)
         self.tally.gets.append(right)
         return right
@@ -293,8 +293,8 @@ def _figures(peers: int, fraction: float, tally: _Tally, cabal: Cabal, honest: S
         deleted=bad.get("deleted", 0),
         expired=bad.get("expired", 0),
         missing=bad.get("missing", 0),
-        calls_per_put=sum(tally.put_calls) / len(tally.put_calls),
-        calls_per_get=sum(tally.get_calls) / len(tally.get_calls),
+        messages_per_put=sum(tally.put_messages) / len(tally.put_messages),
+        messages_per_get=sum(tally.get_messages) / len(tally.get_messages),
         slowest_put_s=max(tally.put_s),
         slowest_get_s=max(tally.get_s),
         median_get_s=sorted(tally.get_s)[len(tally.get_s) // 2],
