@@ -27,6 +27,8 @@ TTL_S = 3600.0
 """Lifetime of records that outlive the scenario."""
 LATENESS = 0.1
 """A dead author's record must be gone after its lifetime and this part of it."""
+DEAD_READERS = 3
+"""Peers that read each dead author's record; so many authors' records are read by everybody in the end."""
 
 
 @dataclass(frozen=True)
@@ -273,10 +275,9 @@ class _Churn:
         self.rng = random.Random(f"churn {seed}")
         self.published: dict[Endpoint, None] = {}
         """Who is alive and has a record."""
-        self.died_s: dict[Endpoint, float] = {}
-        """When those died who had a record."""
+        self.dead: dict[Endpoint, asyncio.Task[None]] = {}
+        """Who died and had a record, and the reads of it that follow."""
         self.deaths = self.failed_tasks = self.reads = self.found = self.ghost_reads = self.ghosts = 0
-        self._loop = asyncio.get_running_loop()
 
     def key(self, author: Endpoint) -> str:
         return f"alive/{author.peer_id}"
@@ -291,7 +292,7 @@ class _Churn:
             await asyncio.sleep(self.rng.expovariate(1 / self.mean_lifetime_s))
             if peer in self.published:
                 del self.published[peer]
-                self.died_s[peer] = self._loop.time()
+                self.dead[peer] = asyncio.create_task(self.read_the_dead(peer))
             self.deaths += 1
             self.failed_tasks += peer.runtime.events.count(TaskFailed)
             self.swarm.kill(peer, silent=self.rng.random() < 0.5)
@@ -312,19 +313,13 @@ class _Churn:
             self.reads += 1
             self.found += [e.author for e in entries or []] == [author.peer_id]
 
-    async def read_the_dead(self, readers: int) -> None:
-        """Read every dead author's record when it must be gone."""
-        checked: dict[Endpoint, None] = {}
-        while True:
-            now_s = self._loop.time()
-            for author, died_s in self.died_s.items():
-                if author not in checked and now_s >= died_s + (1 + LATENESS) * self.ttl_s:
-                    checked[author] = None
-                    chosen = self.rng.sample(self.swarm.peers, readers)
-                    for seen in await asyncio.gather(*(self.sees(reader, author) for reader in chosen)):
-                        self.ghost_reads += 1
-                        self.ghosts += seen
-            await asyncio.sleep(1.0)
+    async def read_the_dead(self, author: Endpoint) -> None:
+        """Have a few peers read a dead author's record as soon as it must be gone."""
+        await asyncio.sleep((1 + LATENESS) * self.ttl_s)
+        readers = self.rng.sample(self.swarm.peers, DEAD_READERS)
+        seen = await asyncio.gather(*(self.sees(reader, author) for reader in readers))
+        self.ghost_reads += len(seen)
+        self.ghosts += sum(seen)
 
     async def sees(self, reader: Endpoint, author: Endpoint) -> bool:
         return bool(await self.swarm.does(reader, reader.dht.get(self.key(author))))
@@ -359,10 +354,7 @@ async def churn(
         await asyncio.sleep(SETTLE_S)
         began_s, before = loop.time(), swarm.messages
         lives = [asyncio.create_task(run.life(peer)) for peer in first]
-        watchers = [
-            asyncio.create_task(run.read_the_living(10.0, reads_at_once)),
-            asyncio.create_task(run.read_the_dead(readers=3)),
-        ]
+        watcher = asyncio.create_task(run.read_the_living(10.0, reads_at_once))
 
         def left() -> float:
             return sum(peer in alive for peer in first) / peers
@@ -372,18 +364,17 @@ async def churn(
             alive = dict.fromkeys(swarm.peers)
             if left() <= 1 - replaced:
                 break
-            for task in [*lives, *watchers]:
+            for task in [*lives, watcher]:
                 if task.done():
                     task.result()  # a mistake in the scenario ends it
         for task in lives:
             task.cancel()
         await asyncio.gather(*lives, return_exceptions=True)
         originals_left, churn_s, messages = left(), loop.time() - began_s, swarm.messages - before
-        await asyncio.sleep((1 + LATENESS) * ttl_s + 15.0)
-        for task in watchers:
-            task.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
-        dead = run.rng.sample(list(run.died_s), min(3, len(run.died_s)))
+        await asyncio.gather(*run.dead.values())
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        dead = run.rng.sample(list(run.dead), min(DEAD_READERS, len(run.dead)))
         everywhere = [
             seen
             for author in dead
