@@ -44,16 +44,23 @@ class FloodFigures:
 
 
 async def flood(
-    peers: int, *, requests: int = 300, bound: int = 2000, records: int = 60, seed: int = 0
+    peers: int,
+    *,
+    requests: int = 300,
+    bound: int = 2000,
+    work_per_s: float = 500.0,
+    records: int = 60,
+    seed: int = 0,
 ) -> FloodFigures:
     """A member stores made-up records, asks and sends oversized requests without a pause, at one victim.
 
     Args:
         requests: Of each of the three kinds.
         bound: Records that a peer may hold.
+        work_per_s: Work that a peer accepts from another.
         records: Operations of the others, and as many of the victim.
     """
-    config = PeerConfig.preset("wan", dht={"max_entries": bound})
+    config = PeerConfig.preset("wan", dht={"max_entries": bound, "max_work_per_s": work_per_s})
     async with VirtualDht(peers, seed=seed, config=config) as swarm:
         loop, rng, cabal = asyncio.get_running_loop(), swarm.rng, Cabal(seed)
         await asyncio.sleep(SETTLE_S)
