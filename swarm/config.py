@@ -166,7 +166,10 @@ class AveragingConfig(_Section):
     round_timeout_s: float = Field(60.0, gt=0)
     """Budget of one round after its group is sealed."""
     chunk_timeout_s: float = Field(10.0, gt=0)
-    """Patience for the next chunk of a member before it is dropped for the rest of the round."""
+    """Cap of the patience for a member's next chunk. It is learned from the time its chunks take, down to half of this;
+    then the group goes on without that chunk."""
+    chunk_bytes: int = Field(2 * MIB, gt=0)
+    """Largest message of an exchange; equal for all peers that average together, and at most what they accept."""
     sends_only: bool = False
     """Average without reducing a part for others: for a peer with little upload, or one that others cannot reach."""
 

@@ -1,14 +1,16 @@
-"""Butterfly all-reduce without I/O: how the vector is laid out and cut, and what a reducer does with what arrives.
+"""Butterfly all-reduce without I/O: which chunks are due, and what a reducer does with what arrives.
 
 Each of n members reduces one part of the flat vector. Members send the other parts to their reducers, chunk by chunk,
 and receive averages. The reducer encodes an average once and everybody, itself included, decodes that encoding, so
-that all members hold the same bits. A sender that stalls is dropped for the chunks that it did not send; a reducer
-that dies costs its part. A chunk holds either the survivors' weighted mean or the local values, never a mix.
+that all members hold the same bits. A sender that stalls is left out of the chunks that it did not send in time, and
+counts again when it has caught up; a reducer that dies costs its part. A chunk holds either the weighted mean of those
+who sent it or the local values, never a mix.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,18 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarm.errors import MalformedFrameError, UnsupportedDtypeError, UsageError
+from swarm.averaging.vector import Chunk, FlatVector
+from swarm.errors import MalformedFrameError, UsageError
 from swarm.identity import PeerId
-from swarm.tensors.codecs import Codec, tensor_bytes
+from swarm.tensors.codecs import Codec, Role, auto
 from swarm.tensors.codecs import codec as find_codec
-from swarm.tensors.memory import allocate
-from swarm.tensors.partition import split
+from swarm.tensors.feedback import ErrorFeedback
 from swarm.tensors.schema import TensorMeta, is_finite
 
 NO_VALUES = b"\0"
 """Stands for a chunk without values. No chunk is that short: the smallest averaged element takes two bytes."""
-WINDOW_CHUNKS = 8
+NOT_COUNTED = b"\1"
+"""Precedes an average that was made without the values of the member to which it is sent."""
+WINDOW_CHUNKS = 4
 """How far a reducer reads a fast sender ahead of the slowest one."""
+_COARSE = ("int8", "int4", "topk")
+"""What these leave out is worth keeping for the next round."""
+_DIFFERENCES_ONLY = "topk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,106 +45,73 @@ class AllReduce:
     Attributes:
         min_group: Fewer members do not average.
         max_group: A group is sealed at once when it has so many.
-        codec: `none` sends every dtype as it is, `fp16` and `bf16` halve fp32. Sums are always in fp32 or better.
+        codec: How values travel: a name (see `swarm.tensors.codecs`), or `auto`, which chooses for each tensor by role,
+            size and dtype. `none` sends every dtype as it is. Sums are always in fp32 or better.
+        role: What the tensors are. Those of `gradients` (and differences) are rounded stochastically, without bias.
+        error_feedback: Keep what lossy codecs leave out and send it in the next round, at the price of one fp32 copy of
+            the tensors that travel with them. None: with `int8`, `int4` and `topk`.
     """
 
     min_group: int = 2
     max_group: int = 16
     codec: str = "none"
+    role: Role = "parameters"
+    error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_group <= self.max_group <= 256:
             raise UsageError("An averaging group has 2 to 256 members.", fix="Use 2 <= min_group <= max_group <= 256.")
-        find_codec(self.codec)
+        check_codec(self.codec, self.role)
 
 
-def equal_parts(numel: int, members: int) -> list[int]:
-    """Elements that each of `members` reduces."""
-    return [len(part) for part in split(numel, [1.0] * members)]
+def check_codec(name: str, role: Role) -> None:
+    """Raise `UsageError` or `UnsupportedDtypeError` unless tensors of this role can be averaged with the codec."""
+    auto(role, 0, torch.float32)  # checks the role
+    if name == "auto":
+        return
+    find_codec(name)
+    if name.startswith(_DIFFERENCES_ONLY) and role != "gradients":
+        raise UsageError(
+            f"Codec {name} sends the largest values only, which turns all other {role} into 0.",
+            fix='Average differences with it (role="gradients"), or use int8, bf16 or none.',
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Elements `start` to `stop` of one segment of the flat vector: what one message carries."""
-
-    segment: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+def choose_codecs(name: str, role: Role, metas: Sequence[TensorMeta]) -> list[Codec]:
+    """The codec of each tensor."""
+    return [find_codec(auto(role, meta.numel, meta.dtype) if name == "auto" else name) for meta in metas]
 
 
-class FlatVector:
-    """All averaged tensors end to end, one 1-d CPU segment per dtype, in order of first appearance.
+def make_feedback(wanted: bool | None, vector: FlatVector, layout: bytes) -> ErrorFeedback | None:
+    """Error feedback for the segments of a vector that it helps; none if there are none, or it is not wanted.
 
-    Costs one copy of the averaged tensors in memory.
-
-    Raises:
-        UnsupportedDtypeError: A tensor is not of a floating dtype of two bytes or more.
+    Args:
+        wanted: None leaves it to the codecs.
     """
 
-    def __init__(self, metas: Sequence[TensorMeta]) -> None:
-        sizes: dict[torch.dtype, int] = {}
-        self._places: list[tuple[torch.dtype, int, TensorMeta]] = []
-        for meta in metas:
-            if not meta.dtype.is_floating_point or meta.dtype.itemsize < len(NO_VALUES) + 1:
-                raise UnsupportedDtypeError(f"{meta.dtype} cannot be averaged.", fix="Average float tensors only.")
-            offset = sizes.get(meta.dtype, 0)
-            self._places.append((meta.dtype, offset, meta))
-            sizes[meta.dtype] = offset + meta.numel
-        self.metas = tuple(metas)
-        self.segments = [allocate(size * dtype.itemsize).view(dtype) for dtype, size in sizes.items()]
-        self._order = {dtype: index for index, dtype in enumerate(sizes)}
-        self.numel = sum(sizes.values())
+    def covered(codec: Codec, dtype: torch.dtype) -> bool:
+        return not codec.exact(dtype) if wanted is not None else codec.name.startswith(_COARSE)
 
-    def views(self) -> list[Tensor]:
-        """Each tensor's values inside this vector, in its shape; writable, not copied."""
-        return [self.segments[self._order[d]][o : o + m.numel].view(m.shape) for d, o, m in self._places]
+    if wanted is False:
+        return None
+    sizes = [s.numel if covered(s.codec, s.dtype) else 0 for s in vector.segments]
+    return ErrorFeedback(sizes, layout) if any(sizes) else None
 
-    def load(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors' values in."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views(), tensors, strict=True):
-                view.copy_(tensor.detach())
 
-    def store(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the values back into the tensors, in place."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views(), tensors, strict=True):
-                tensor.copy_(view)
-
-    def copy_from(self, other: FlatVector) -> None:
-        for mine, theirs in zip(self.segments, other.segments, strict=True):
-            mine.copy_(theirs)
-
-    def flat(self) -> Tensor:
-        """All values in one new 1-d tensor, segment by segment, in fp32 (fp64 if there is any)."""
-        wide = torch.float64 if torch.float64 in self._order else torch.float32
-        return torch.cat([segment.to(wide) for segment in self.segments])
-
-    def chunks(self, start: int, stop: int, codec: Codec, chunk_bytes: int) -> list[Chunk]:
-        """Cut elements `start` to `stop` of the whole vector into chunks of at most `chunk_bytes` on the wire."""
-        result: list[Chunk] = []
-        base = 0
-        for index, segment in enumerate(self.segments):
-            first, last = max(start, base) - base, min(stop, base + segment.numel()) - base
-            step = max(1, chunk_bytes // max(1, codec.encoded_nbytes(1, segment.dtype)))
-            result.extend(Chunk(index, at, min(at + step, last)) for at in range(first, last, step))
-            base += segment.numel()
-        return result
-
-    def view(self, chunk: Chunk) -> Tensor:
-        return self.segments[chunk.segment][chunk.start : chunk.stop]
+def rounding_seed(nonce: bytes, member: int, part: int, chunk: int) -> int:
+    """Seed of the noise with which a member encodes a chunk: its own for every round, member and chunk."""
+    place = f"{member}/{part}/{chunk}".encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=8, key=nonce[:64]).digest(), "little") >> 1
 
 
 @dataclass(slots=True)
 class _Sender:
-    weight: float
+    weight: float | None = None
+    """Known from the sender's hello on."""
     next_index: int = 0
     held: dict[int, bytes] = field(default_factory=dict)
-    lost: str | None = None
+    lost: bool = False
+    behind: bool = False
 
 
 class PartReduction:
@@ -145,49 +119,76 @@ class PartReduction:
 
     Args:
         chunks: How many chunks the part has.
-        senders: The other members that contribute, with their weights.
+        senders: The other members.
     """
 
-    def __init__(self, chunks: int, senders: Sequence[tuple[PeerId, float]], window: int = WINDOW_CHUNKS) -> None:
+    def __init__(self, chunks: int, senders: Sequence[PeerId], window: int = WINDOW_CHUNKS) -> None:
         self.chunks = chunks
         self.cursor = 0
         self._window = window
-        self._senders = {peer: _Sender(weight) for peer, weight in senders}
+        self._senders = {peer: _Sender() for peer in senders}
 
     @property
     def done(self) -> bool:
         return self.cursor >= self.chunks
+
+    def admit(self, peer: PeerId, weight: float) -> None:
+        """The peer said what its values weigh; with 0 nothing is expected of it."""
+        self._senders[peer].weight = weight
+
+    def weight(self, peer: PeerId) -> float | None:
+        """What the peer's values weigh; none before it said so."""
+        return self._senders[peer].weight
 
     def wants(self, peer: PeerId) -> bool:
         """Whether the peer's next chunk may be read now; a fast sender waits for the slowest."""
         return self._senders[peer].next_index < self.cursor + self._window
 
     def arrived(self, peer: PeerId, payload: bytes) -> None:
-        """The peer's next chunk, in order. Chunks that were reduced without it are forgotten."""
+        """The peer's next chunk, in order. One that was reduced without it is forgotten; a later one ends its lag."""
         sender = self._senders[peer]
         index, sender.next_index = sender.next_index, sender.next_index + 1
-        if index >= self.cursor and sender.lost is None:
+        if index >= self.cursor and not sender.lost:
             sender.held[index] = payload
+            sender.behind = False
 
-    def lose(self, peer: PeerId, reason: str) -> bool:
+    def leave_behind(self, peer: PeerId) -> None:
+        """Wait for a sender no more until it has caught up."""
+        self._senders[peer].behind = True
+
+    def behind(self) -> list[PeerId]:
+        """Senders without whose values the next chunk is reduced because they are late."""
+        return [peer for peer, s in self._senders.items() if s.behind and not s.lost and self.cursor not in s.held]
+
+    def lose(self, peer: PeerId) -> bool:
         """Drop a sender for every chunk that it did not send; what it sent counts. True if that was news."""
         sender = self._senders.get(peer)
-        if sender is None or sender.lost is not None or sender.next_index >= self.chunks:
+        if sender is None or sender.lost or sender.weight == 0 or sender.next_index >= self.chunks:
             return False
-        sender.lost = reason
+        sender.lost = True
         return True
 
     def missing(self) -> list[PeerId]:
         """Senders that hold up the next chunk."""
-        return [p for p, s in self._senders.items() if s.lost is None and self.cursor not in s.held]
+        return [
+            peer
+            for peer, s in self._senders.items()
+            if not (s.lost or s.behind or s.weight == 0 or self.cursor in s.held)
+        ]
 
     def take(self) -> list[tuple[PeerId, float, bytes]]:
         """What arrived for the next chunk; nobody may be missing. Moves on to the following chunk."""
         assert not self.done
         assert not self.missing()
-        arrived = [(p, s.weight, s.held.pop(self.cursor)) for p, s in self._senders.items() if self.cursor in s.held]
+        arrived = [
+            (p, s.weight or 0.0, s.held.pop(self.cursor)) for p, s in self._senders.items() if self.cursor in s.held
+        ]
         self.cursor += 1
         return [(peer, weight, payload) for peer, weight, payload in arrived if payload != NO_VALUES]
+
+
+Values = tuple[PeerId | None, float, bytes | None]
+"""Whose values (none: the reducer's own), their weight, and how they arrived (none: they are here)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,80 +198,137 @@ class Reduced:
     Attributes:
         encoded: The average as everybody decodes it; none where local values stand.
         contributors: Whose values are in it (None stands for the reducer's own).
-        offenders: Whose values were not finite, or could not be summed.
+        offenders: Whose values were not finite.
+        malformed: Whose bytes no encoder writes.
     """
 
     encoded: bytes | None
-    contributors: tuple[PeerId | None, ...]
-    offenders: tuple[PeerId | None, ...]
+    contributors: tuple[PeerId | None, ...] = ()
+    offenders: tuple[PeerId | None, ...] = ()
+    malformed: tuple[PeerId, ...] = ()
 
 
 class ChunkReducer:
-    """Averages chunks, one at a time, with scratch memory of two chunks that it keeps."""
+    """Averages chunks of a vector, one at a time, with scratch memory of two chunks that it keeps.
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+    Args:
+        vector: This member's values; reduced chunks are replaced by the average.
+        feedback: What earlier rounds left out.
+    """
+
+    def __init__(self, vector: FlatVector, feedback: ErrorFeedback | None = None) -> None:
+        self._vector = vector
+        self._feedback = feedback
         self._scratch: dict[str, Tensor] = {}
 
-    def check_size(self, chunk: Chunk, dtype: torch.dtype, payload: bytes) -> None:
-        """Raise `MalformedFrameError` unless the payload is a chunk of this size, or stands for none."""
-        needed = self._codec.encoded_nbytes(chunk.numel, dtype)
-        if len(payload) != needed and payload != NO_VALUES:
-            raise MalformedFrameError(f"A chunk has {len(payload)} bytes where {needed} are needed.")
-
-    def reduce(self, own: Tensor, own_weight: float, arrived: Sequence[tuple[PeerId, float, bytes]]) -> Reduced:
-        """Average and write the decoded average into `own`, or leave `own` as it is.
+    def reduce(
+        self,
+        chunk: Chunk,
+        own_weight: float,
+        arrived: Sequence[tuple[PeerId, float, bytes]],
+        rng: int | None = None,
+    ) -> Reduced:
+        """Average a chunk and write the decoded average into the vector, or leave local values as they are.
 
         Args:
-            own: This member's values (1-d); replaced by the average.
-            own_weight: Their weight; 0 leaves them out.
+            own_weight: Of this member's values; 0 leaves them out.
             arrived: Sender, weight, encoded values.
+            rng: Seed for stochastic rounding.
         """
-        rows: list[tuple[PeerId | None, float, bytes | None]] = [(None, own_weight, None), *arrived]
-        rows = [row for row in rows if row[1] > 0]
-        mean = self._mean(own, rows)
+        segment = self._vector.segments[chunk.segment]
+        own = self._vector.read(chunk)
+        candidates: list[Values] = [(None, own_weight, None), *arrived]
+        rows = [row for row in candidates if row[1] > 0]
+        malformed: list[PeerId] = []
         offenders: tuple[PeerId | None, ...] = ()
+        mean, total = self._mean(own, rows, segment.codec, malformed)
         if mean is not None and not is_finite(mean):
-            bad = [row for row in rows if not is_finite(self._values(own, row[2]))]
+            bad = [row for row in rows if not is_finite(self._values(own, row[2], segment.codec))]
             offenders = tuple(row[0] for row in bad)
             rows = [row for row in rows if row[0] not in offenders]
-            mean = self._mean(own, rows) if bad else None
+            mean, total = self._mean(own, rows, segment.codec, malformed) if bad else (None, 0.0)
             if mean is not None and not is_finite(mean):
                 mean = None
         if mean is None:
-            return Reduced(None, (), offenders)
-        encoded_view = self._codec.encode(mean.to(own.dtype))
-        encoded = bytes(encoded_view)
-        self._codec.decode_into(torch.frombuffer(encoded_view, dtype=torch.uint8), own)
-        return Reduced(encoded, tuple(row[0] for row in rows), offenders)
+            return Reduced(None, (), offenders, tuple(malformed))
+        encoded = self._conclude(chunk, segment.codec, mean, total, rng)
+        if encoded is None:
+            return Reduced(None, (), offenders, tuple(malformed))
+        return Reduced(encoded, tuple(row[0] for row in rows), offenders, tuple(malformed))
 
-    def _mean(self, own: Tensor, rows: Sequence[tuple[PeerId | None, float, bytes | None]]) -> Tensor | None:
-        total = sum(weight for _, weight, _ in rows)
-        if not rows or not total > 0:
-            return None
-        if total == math.inf:  # each weight is finite, their sum need not be
-            return self._mean(own, [(peer, weight / len(rows) / 2, payload) for peer, weight, payload in rows])
+    def _conclude(self, chunk: Chunk, codec: Codec, mean: Tensor, total: float, rng: int | None) -> bytes | None:
+        """Encode an average, keep what that leaves out, and write what everybody decodes."""
+        dtype = self._vector.segments[chunk.segment].dtype
+        feedback = self._feedback
+        if feedback is not None:
+            feedback.add_to_mean(chunk.segment, chunk.start, mean, total)
+        if codec.is_copy:
+            applied = mean.to(dtype)
+            encoded = bytes(codec.encode(applied))
+        else:
+            encoded = bytes(codec.encode(mean, rng=rng))
+            applied = self._take("applied", chunk.numel, dtype)
+            codec.decode_into(peek(encoded), applied)
+        may_overflow = feedback is not None or (codec.is_copy and applied is not mean)
+        if may_overflow and not is_finite(applied):
+            return None  # with the residual, or in a dtype narrower than the sum's
+        if feedback is not None:
+            feedback.reduced(chunk.segment, chunk.start, mean, total, applied)
+        self._vector.write(chunk, applied)
+        return encoded
+
+    def _mean(
+        self, own: Tensor, rows: list[Values], codec: Codec, malformed: list[PeerId]
+    ) -> tuple[Tensor | None, float]:
+        """The weighted mean in scratch memory, and the total weight. Removes rows that cannot be decoded."""
         wide = torch.float64 if own.dtype == torch.float64 else torch.float32
-        acc = self._take("sum", own.numel(), wide)
-        uniform = all(weight == rows[0][1] for _, weight, _ in rows)
-        for index, (_, weight, payload) in enumerate(rows):
-            values = self._values(own, payload)
-            if index == 0:
-                acc.copy_(values)
-                if not uniform:
-                    acc.mul_(weight / total)
-            else:
-                acc.add_(values, alpha=1.0 if uniform else weight / total)
-        return acc.mul_(1.0 / len(rows)) if uniform and len(rows) > 1 else acc
+        while rows:
+            total = sum(weight for _, weight, _ in rows)
+            scale = 1.0
+            if total == math.inf:  # each weight is finite, their sum need not be
+                scale = 0.5 / len(rows)
+                total = sum(weight * scale for _, weight, _ in rows)
+            acc = self._take("sum", own.numel(), wide)
+            uniform = all(weight == rows[0][1] for _, weight, _ in rows)
+            factors = [1.0 if uniform else weight * scale / total for _, weight, _ in rows]
+            broken = self._sum(acc, own, rows, factors, codec)
+            if broken is None:
+                return acc.mul_(1.0 / len(rows)) if uniform and len(rows) > 1 else acc, min(total / scale, 1e300)
+            assert broken[0] is not None
+            malformed.append(broken[0])
+            rows.remove(broken)
+        return None, 0.0
 
-    def _values(self, own: Tensor, payload: bytes | None) -> Tensor:
+    def _sum(
+        self, acc: Tensor, own: Tensor, rows: Sequence[Values], factors: Sequence[float], codec: Codec
+    ) -> Values | None:
+        """`acc` = sum of factor * values; the row that cannot be decoded, if there is one."""
+        rest = list(zip(rows, factors, strict=True))
+        if rows[0][2] is None:
+            (_, factor), *rest = rest
+            if rest and factor == 1.0 and codec.is_copy and own.dtype == acc.dtype:
+                (row, factor), *rest = rest
+                torch.add(own, self._values(own, row[2], codec), alpha=factor, out=acc)
+            else:
+                acc.copy_(own).mul_(factor) if factor != 1.0 else acc.copy_(own)
+        else:
+            acc.zero_()
+        for row, factor in rest:
+            assert row[2] is not None
+            try:
+                codec.decode_add(peek(row[2]), own.dtype, acc, factor)
+            except MalformedFrameError:
+                return row
+        return None
+
+    def _values(self, own: Tensor, payload: bytes | None, codec: Codec) -> Tensor:
         if payload is None:
             return own
-        received = _peek(payload)
-        if self._codec.is_copy:
+        received = peek(payload)
+        if codec.is_copy:
             return received.view(own.dtype)
         decoded = self._take("decoded", own.numel(), own.dtype)
-        self._codec.decode_into(received, decoded)
+        codec.decode_into(received, decoded)
         return decoded
 
     def _take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -281,20 +339,7 @@ class ChunkReducer:
         return held[:numel]
 
 
-def encode_chunk(codec: Codec, values: Tensor) -> bytes:
-    """The bytes of one chunk as it travels."""
-    return bytes(codec.encode(values))
-
-
-def decode_chunk(codec: Codec, payload: bytes, out: Tensor) -> None:
-    """Write a received average into `out` (1-d CPU). The size was checked."""
-    if codec.is_copy:
-        tensor_bytes(out)[:] = payload
-        return
-    codec.decode_into(_peek(payload), out)
-
-
-def _peek(payload: bytes) -> Tensor:
+def peek(payload: bytes) -> Tensor:
     """The payload's own memory as a 1-d uint8 tensor: only for reading, and only while the payload is held.
 
     torch takes no read-only buffers without a warning, and a copy of every chunk costs as much as its conversion.

@@ -13,15 +13,23 @@ from typing import Literal, Protocol, SupportsFloat, overload
 import torch
 from torch import Tensor
 
-from swarm.averaging.allreduce import FlatVector
+from swarm.averaging.allreduce import choose_codecs, make_feedback
 from swarm.averaging.decisions import Terms
 from swarm.averaging.exchange import Exchange
 from swarm.averaging.gossip import Strategy
-from swarm.averaging.rounds import Group, Round, RoundDegraded, RoundFinished, RoundReport, describe
+from swarm.averaging.rounds import (
+    Group,
+    ResultsDiverged,
+    Round,
+    RoundDegraded,
+    RoundFinished,
+    RoundReport,
+    describe,
+)
 from swarm.averaging.service import AveragingService, Seat
+from swarm.averaging.vector import FlatVector
 from swarm.errors import ClosedError, SchemaMismatchError, UsageError
 from swarm.tensors.aliasing import shares_memory
-from swarm.tensors.codecs import codec as find_codec
 from swarm.tensors.schema import TensorMeta, schema_hash
 
 
@@ -78,7 +86,10 @@ class RoundHandle:
 class Averager:
     """Averages tensors in place with the other peers that do so under the same key.
 
-    Memory: one copy of the tensors on the CPU, a second one from the first background round on, and some chunks.
+    Memory, besides the tensors: a blocking round works in place on contiguous CPU tensors and needs its own part as it
+    travels (the tensors divided by the members, and by the codec's rate) and a window of `WINDOW_CHUNKS` chunks for
+    every member; other tensors cost one copy on the CPU. A background round costs two copies (the one that is averaged
+    and the values from before), kept for the next. Error feedback costs an fp32 copy of the tensors that it covers.
 
     Args:
         peer: A started peer; its `averaging` service carries the rounds.
@@ -111,19 +122,43 @@ class Averager:
         self._endpoint = self._service.endpoint
         self._tensors = list(tensors)
         metas = [TensorMeta.of(tensor) for tensor in tensors]
-        self._codec = find_codec(strategy.codec)
-        for meta in metas:
-            self._codec.check(meta.dtype)
-        self.vector = FlatVector(metas)
+        self._codecs = choose_codecs(strategy.codec, strategy.role, metas)
+        self._vector = self._vector_over(metas)
+        self._copy: FlatVector | None = None
         self._before: FlatVector | None = None
-        kind = f"{type(strategy).__name__}/{strategy.codec}".encode()
-        self.schema_hash = hashlib.sha256(b"swarm/averaging/1\0" + kind + b"\0" + schema_hash(metas)).digest()
-        """Equal for peers that can be in a group: shapes, dtypes, kind of strategy and codec."""
+        config = self._endpoint.config.averaging
+        kinds = [type(strategy).__name__, str(config.chunk_bytes), *(codec.name for codec in self._codecs)]
+        layout = "/".join(kinds).encode() + b"\0" + schema_hash(metas)
+        self.schema_hash = hashlib.sha256(b"swarm/averaging/2\0" + layout).digest()
+        """Equal for peers that can be in a group: shapes, dtypes and codecs, kind of strategy, size of messages."""
+        self.feedback = make_feedback(strategy.error_feedback, self._vector, self.schema_hash)
+        """What lossy codecs left out so far; its `state()` belongs into checkpoints. None without error feedback."""
         self._seat: Seat | None = None
         self._busy = threading.Lock()
         self._closed = False
         if self._endpoint.loop is not None and not _on_a_loop():
             self._endpoint.run_sync(self.open())
+
+    @property
+    def vector(self) -> FlatVector:
+        """The values of the last round (before the first: the tensors themselves, where they allow that)."""
+        return self._vector
+
+    def _vector_over(self, metas: Sequence[TensorMeta]) -> FlatVector:
+        """A vector for a blocking round: over the tensors where they allow that, else of its own memory."""
+        over = self._tensors if FlatVector.fits_over(self._tensors) else None
+        return FlatVector(metas, self._codecs, over)
+
+    def _to_average(self, blocking: bool) -> FlatVector:
+        """The vector of the round that begins, with the tensors' values."""
+        metas = self._vector.metas
+        if blocking and FlatVector.fits_over(self._tensors):
+            self._vector = self._vector_over(metas)  # their memory may be another than before
+        else:
+            self._copy = self._copy or FlatVector(metas, self._codecs)
+            self._vector = self._copy
+            self._vector.load(self._tensors)
+        return self._vector
 
     @property
     def others_waiting(self) -> bool:
@@ -155,31 +190,32 @@ class Averager:
             ClosedError: The averager or its peer is closed.
         """
         weight = self._start(weight)
-        self.vector.load(self._tensors)
         if wait:
             try:
-                outcome = self._endpoint.run_sync(self.average(self.vector, weight, timeout_s))
-                if outcome.averaged:
-                    self.vector.store(self._tensors)
+                vector = self._to_average(blocking=True)
+                outcome = self._endpoint.run_sync(self.average(vector, weight, timeout_s))
+                if outcome.averaged and not vector.in_place:
+                    vector.store(self._tensors)
                 return outcome
             finally:
                 self._busy.release()
         if self._endpoint.loop is None:
             self._busy.release()
             raise RuntimeError("An endpoint on a virtual loop has no background rounds.")
-        self._before = self._before or FlatVector(self.vector.metas)
-        self._before.copy_from(self.vector)
-        future = self._endpoint.loop.submit(self.average(self.vector, weight, timeout_s))
+        vector = self._to_average(blocking=False)
+        self._before = self._before or FlatVector(vector.metas)
+        self._before.copy_from(vector)
+        future = self._endpoint.loop.submit(self.average(vector, weight, timeout_s))
         return RoundHandle(self, future)
 
     async def step_async(self, weight: float = 1.0, timeout_s: float | None = None) -> Round:
         """Like `step`, for code on the event loop."""
         weight = self._start(weight)
         try:
-            self.vector.load(self._tensors)
-            outcome = await self.average(self.vector, weight, timeout_s)
-            if outcome.averaged:
-                self.vector.store(self._tensors)
+            vector = self._to_average(blocking=True)
+            outcome = await self.average(vector, weight, timeout_s)
+            if outcome.averaged and not vector.in_place:
+                vector.store(self._tensors)
             return outcome
         finally:
             self._busy.release()
@@ -226,7 +262,7 @@ class Averager:
 
     def _terms(self, weight: float) -> Terms:
         strategy = self.strategy
-        return Terms(self.schema_hash, weight, self.vector.numel, strategy.min_group, strategy.max_group)
+        return Terms(self.schema_hash, weight, self._vector.numel, strategy.min_group, strategy.max_group)
 
     def _check_open(self) -> None:
         if self._closed or self._service.closed:
@@ -236,7 +272,7 @@ class Averager:
         """Begin a round; the checked weight."""
         self._check_open()
         weight = checked_weight(weight)
-        if [TensorMeta.of(t) for t in self._tensors] != list(self.vector.metas):
+        if [TensorMeta.of(t) for t in self._tensors] != list(self._vector.metas):
             raise SchemaMismatchError("A tensor has another shape or dtype than when the averager was made.")
         if not self._busy.acquire(blocking=False):
             raise UsageError("A round of this averager is running.", fix="Wait for it, and apply its handle.")
@@ -247,7 +283,7 @@ class Averager:
         try:
             if outcome is not None and outcome.averaged:
                 with torch.no_grad():
-                    pairs = zip(self.vector.views(), self._before.views(), strict=True)
+                    pairs = zip(self._vector.views(), self._before.views(), strict=True)
                     for tensor, (after, before) in zip(self._tensors, pairs, strict=True):
                         tensor.add_((after - before).to(tensor.device))
         finally:
@@ -268,12 +304,15 @@ class Averager:
             exchange = Exchange(
                 seal,
                 vector,
-                self._codec,
+                weight,
                 report,
                 transport=self._endpoint.transport,
                 runtime=self._endpoint.runtime,
                 config=config.averaging,
-                chunk_bytes=config.transport.chunk_bytes,
+                feedback=self.feedback,
+                stochastic=self.strategy.role == "gradients",
+                bandwidth=self._service.bandwidth,
+                on_offender=self._service.report,
             )
             seat.enter(seal.nonce, exchange)
             try:
@@ -290,12 +329,16 @@ class Averager:
             seconds=clock.time() - begun,
             degraded=tuple(report.problems),
             exchange_s=exchange_s,
+            agreed=tuple(map(str, report.agreed)),
+            diverged=bool(report.agreed) and self._endpoint.peer_id not in report.agreed,
         )
-        self._tell(result)
+        self._tell(result, report)
         return result
 
-    def _tell(self, result: Round) -> None:
+    def _tell(self, result: Round, report: RoundReport) -> None:
         runtime = self._endpoint.runtime
+        if report.others:
+            runtime.emit(ResultsDiverged(self.key, result.agreed, tuple(map(str, report.others))))
         for problem in result.degraded:
             runtime.emit(RoundDegraded(self.key, problem))
         runtime.emit(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.averaging.allreduce import AllReduce
-from swarm.tensors.codecs import codec as find_codec
+from swarm.averaging.allreduce import AllReduce, check_codec
+from swarm.tensors.codecs import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,15 @@ class Gossip:
     """Strategy: average with one random peer; who finds no partner in time skips the round.
 
     Attributes:
-        codec: As for `AllReduce`.
+        codec, role, error_feedback: As for `AllReduce`.
     """
 
     codec: str = "none"
+    role: Role = "parameters"
+    error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
-        find_codec(self.codec)
+        check_codec(self.codec, self.role)
 
     @property
     def min_group(self) -> int:

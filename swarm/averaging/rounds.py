@@ -57,6 +57,9 @@ class Round:
         exchange_s: The exchange alone, after the group was sealed.
         degraded: One sentence for each thing that was missing. Chunks concerned hold the survivors' mean or local
             values.
+        agreed: Ids of the members whose values count, as far as members told what they hold in the end: usually all.
+            Who is not among them knows from where to take the group's values.
+        diverged: This member is not among them: it kept local values somewhere, or was given other averages.
     """
 
     outcome: Outcome
@@ -66,6 +69,8 @@ class Round:
     seconds: float = 0.0
     degraded: tuple[str, ...] = ()
     exchange_s: float = 0.0
+    agreed: tuple[str, ...] = ()
+    diverged: bool = False
 
     @property
     def averaged(self) -> bool:
@@ -94,6 +99,17 @@ class RoundDegraded(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ResultsDiverged(Event):
+    """Members hold different values after a round."""
+
+    key: str
+    agreed: tuple[str, ...]
+    """Whose values count."""
+    others: tuple[str, ...]
+    """Who holds others."""
+
+
 @dataclass(slots=True)
 class RoundReport:
     """Collects what happens while a round runs; turned into a `Round` at its end."""
@@ -102,6 +118,8 @@ class RoundReport:
     bytes_received: int = 0
     problems: list[str] = field(default_factory=list)
     contributors: int = 0
+    agreed: tuple[PeerId, ...] = ()
+    others: tuple[PeerId, ...] = ()
 
     def note(self, problem: str) -> None:
         """Record a degradation once."""

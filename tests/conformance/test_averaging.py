@@ -14,21 +14,23 @@ from torch import Tensor
 
 from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.averager import Averager
-from swarm.averaging.exchange import EXCHANGE, Exchange
+from swarm.averaging.exchange import EXCHANGE
 from swarm.averaging.gossip import Gossip, Strategy
+from swarm.averaging.reducing import PartServer
 from swarm.averaging.rounds import Alone, Group, Mismatch, Round, RoundDegraded, RoundFinished, TooFew
+from swarm.averaging.sending import PartClient
 from swarm.averaging.service import COMMIT, JOIN, SEAL, AveragingService
 from swarm.averaging.view import priority
 from swarm.config import PeerConfig
 from swarm.endpoint import Endpoint
 from swarm.errors import ClosedError, MalformedFrameError, NoGroupError, UsageError
+from swarm.identity import PeerId
 from swarm.pb import averaging_pb2 as pb
 from tests.support import World
 
 CONFIG = PeerConfig.preset(
     "local",
-    averaging={"matchmaking_s": 2.0, "chunk_timeout_s": 0.5, "round_timeout_s": 4.0},
-    transport={"chunk_bytes": 4096},
+    averaging={"matchmaking_s": 2.0, "chunk_timeout_s": 0.5, "round_timeout_s": 4.0, "chunk_bytes": 4096},
 )
 
 
@@ -261,7 +263,7 @@ def check_chunks(
     parts = [len(p) for p in torch.arange(vector.numel).tensor_split(len(values))]
     start = 0
     for part in parts:
-        for chunk in vector.chunks(start, start + part, mate.averager._codec, 4096):
+        for chunk in vector.chunks(start, start + part, 4096):
             piece = slice(chunk.start, chunk.stop)
             kinds = [k for k, c in enumerate(candidates) if torch.allclose(mine[piece], c[piece], rtol=1e-6, atol=1e-6)]
             assert len(kinds) == 1, f"chunk {chunk} is a mix"
@@ -280,18 +282,18 @@ def test_a_member_that_dies_in_the_exchange_costs_its_part_only(world: World, mo
         values = large_values(3)
         group = await mates(world, copies(values))
         victim = group[2]
-        original = Exchange._write_averages
+        original = PartServer._write_averages
 
-        async def die(self: Exchange, stream: Any) -> None:
-            if self._me.peer_id != victim.endpoint.peer_id:
-                await original(self, stream)
+        async def die(self: PartServer, peer: PeerId, stream: Any) -> None:
+            if self._shared.me != victim.endpoint.peer_id:
+                await original(self, peer, stream)
                 return
             while not self._averages:
                 await self._averaged.wait()
             await stream.send(self._averages[0])
             await victim.endpoint.transport.close(grace_s=0.0)
 
-        monkeypatch.setattr(Exchange, "_write_averages", die)
+        monkeypatch.setattr(PartServer, "_write_averages", die)
         tasks = [asyncio.create_task(m.averager.step_async()) for m in group]
         rounds = [await tasks[0], await tasks[1]]
         tasks[2].cancel()
@@ -311,17 +313,17 @@ def test_a_stalled_sender_is_dropped_for_what_it_did_not_send(world: World, monk
         values = large_values(3)
         group = await mates(world, copies(values))
         slow = group[1].endpoint.peer_id
-        original = Exchange._send_values
+        original = PartClient._send_values
 
-        async def stall(self: Exchange, chunks: Any, stream: Any) -> None:
-            if self._me.peer_id != slow:
-                await original(self, chunks, stream)
+        async def stall(self: PartClient, count: int, stream: Any) -> None:
+            if self._shared.me != slow:
+                await original(self, count, stream)
                 return
-            for chunk in chunks[:2]:
-                await stream.send(bytes(self._codec.encode(self._vector.view(chunk))))
+            for index in range(2):
+                await stream.send(await self._encoded(index))
             await asyncio.sleep(20)
 
-        monkeypatch.setattr(Exchange, "_send_values", stall)
+        monkeypatch.setattr(PartClient, "_send_values", stall)
         rounds = await step_all(group)
         for index in (0, 2):
             result = rounds[index]
