@@ -22,6 +22,7 @@ from swarm.dht.node import Dht
 from swarm.dht.protocol import FIND, MAX_STORED, MAX_TARGETS, PING, STORE
 from swarm.dht.records import (
     MAX_ADOPTED_VERSION,
+    MAX_TTL_S,
     SIGNATURE_DOMAIN,
     Copy,
     Refusal,
@@ -306,6 +307,23 @@ class Replaying(Behaviour):
         return answer
 
 
+class Echoing(Behaviour):
+    """Says that it holds just what the asker knows, for as long as can be, and holds nothing."""
+
+    async def find(
+        self, cabal: Cabal, request: pb.DhtFindRequest, then: Then[pb.DhtFindResponse]
+    ) -> pb.DhtFindResponse:
+        answer = await then()
+        for target, found in zip(request.targets, answer.found, strict=True):
+            if target.key:
+                cabal.lied(self)
+                _clear(found)
+                if target.digest:
+                    found.digest = target.digest
+                    found.remaining_ms.append(int(MAX_TTL_S * 1000))
+        return answer
+
+
 class Forging(Behaviour):
     """Adds records that nobody has signed, or not for this run, this key or this format, and some beyond the limits."""
 
@@ -382,7 +400,8 @@ def forgeries(cabal: Cabal, key: str, true: Sequence[pb.DhtRecord], foreign_run:
     forged.append(to_wire(Copy(own, 1.0), 0.0))
     forged.append(_changed(forged[-1], {"body": bytes(8 * KIB)}))
     future = cabal.key.sign(SIGNATURE_DOMAIN, b"a later format" + key.encode())
-    forged.append(_changed(forged[-2], {"signature": future}))
+    forged.append(_changed(forged[-2], {"signature": future, "format": 99}))
+    cabal.rng.shuffle(forged)  # whoever finds the first that proves the lie looks no further
     return forged
 
 
@@ -403,6 +422,7 @@ MIXES: dict[str, tuple[Behaviour, ...]] = {
     "readdress": (Readdressing(),),
     "replay": (Replaying(), Forgetful()),
     "collude-replay": (Colluding(), Replaying(), Forgetful()),
+    "echo": (Echoing(), Forgetful()),
     "forge": (Forging(),),
     "deny": (Denying(), Omitting()),
     "expire": (Expiring(), Omitting()),

@@ -225,7 +225,7 @@ async def malicious(
     kinds: Sequence[str] = tuple(MIXES),
     records: int = 100,
     seed: int = 0,
-    skew_s: float = 0.0,
+    clock_skew_s: float = 0.0,
     loss: float = 0.0,
     config: PeerConfig | None = None,
 ) -> MaliciousFigures:
@@ -236,12 +236,12 @@ async def malicious(
         fraction: So many are malicious.
         kinds: Names in `MIXES`, dealt out in turn.
         records: Keys of each sort: updated, deleted, expired.
-        skew_s: How far apart wall clocks are; if at all, one more is a day wrong.
+        clock_skew_s: How far apart wall clocks are; if at all, one more is a day wrong.
         loss: Part of the calls that time out.
     """
     cabal = Cabal(seed)
-    make = infiltrated(cabal, kinds, fraction, peers, seed, wrong_day=skew_s > 0)
-    async with VirtualDht(peers, seed=seed, config=config, loss=loss, clock_skew_s=skew_s, make=make) as swarm:
+    make = infiltrated(cabal, kinds, fraction, peers, seed, wrong_day=clock_skew_s > 0)
+    async with VirtualDht(peers, seed=seed, config=config, loss=loss, clock_skew_s=clock_skew_s, make=make) as swarm:
         honest = [peer for peer in swarm.peers if peer.peer_id not in cabal.members]
         rng = swarm.rng
         ledger = Ledger(swarm)

@@ -69,7 +69,7 @@ async def split(
     records: int = 40,
     samples: int = 40,
     seed: int = 0,
-    skew_s: float = 0.0,
+    clock_skew_s: float = 0.0,
     config: PeerConfig | None = None,
 ) -> SplitFigures:
     """Cut a network in half for ten minutes in which both halves write, replace, delete and read; heal it; look.
@@ -77,10 +77,10 @@ async def split(
     Args:
         records: Keys of each sort, half of them written in each half.
         samples: Readers for each check after the healing.
-        skew_s: How far apart wall clocks are; if at all, one more is a day wrong.
+        clock_skew_s: How far apart wall clocks are; if at all, one more is a day wrong.
     """
-    make = infiltrated(Cabal(seed), (), 0.0, peers, seed, wrong_day=skew_s > 0)
-    async with VirtualDht(peers, seed=seed, config=config, clock_skew_s=skew_s, make=make) as swarm:
+    make = infiltrated(Cabal(seed), (), 0.0, peers, seed, wrong_day=clock_skew_s > 0)
+    async with VirtualDht(peers, seed=seed, config=config, clock_skew_s=clock_skew_s, make=make) as swarm:
         loop, rng = asyncio.get_running_loop(), swarm.rng
         await asyncio.sleep(SETTLE_S)
         everybody = rng.sample(swarm.peers, len(swarm.peers))

@@ -15,7 +15,7 @@ from swarm.simulation.virtual import run_virtual
 
 
 def test_honest_peers_read_what_honest_peers_wrote_while_a_fifth_lies_in_every_way() -> None:
-    figures = run_virtual(lambda: malicious(50, 0.2, records=8, seed=1, skew_s=600.0), seed=1)
+    figures = run_virtual(lambda: malicious(50, 0.2, records=8, seed=1, clock_skew_s=600.0), seed=1)
     assert sum(figures.lies.values()) > 300
     assert figures.put_rate == 1.0
     assert figures.get_rate >= 0.99
@@ -36,7 +36,7 @@ def test_each_lie_alone_costs_little(kind: str) -> None:
 
 
 def test_two_halves_are_one_network_soon_after_they_meet_again() -> None:
-    figures = run_virtual(lambda: split(30, records=8, samples=12, seed=1, skew_s=600.0), seed=1)
+    figures = run_virtual(lambda: split(30, records=8, samples=12, seed=1, clock_skew_s=600.0), seed=1)
     assert figures.within == 1.0
     assert figures.one_s <= HEALED_S
     assert figures.failures == 0
