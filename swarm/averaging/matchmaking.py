@@ -93,6 +93,11 @@ class Matchmaker:
         return self._search.terms if self._search else None
 
     @property
+    def leader(self) -> PeerId | None:
+        """Whom we follow."""
+        return self._search.leader if self._search else None
+
+    @property
     def closes_at(self) -> float:
         """When the window closes; in the past if we are not looking."""
         return self._search.closes_at if self._search else -math.inf
@@ -117,7 +122,7 @@ class Matchmaker:
                     self._search.hinted = True
                     if news:
                         self._search.next_poll_at = now
-                return self._nudge() + self._advance(now)
+                return self._advance(now) + self._nudge()
             case JoinAsked():
                 answer = self._asked(event, now)
                 return [answer, *self._advance(now)]
@@ -146,7 +151,7 @@ class Matchmaker:
         search = self._search = Search(begin.terms, now, now + window, now + 2 * window, now, hinted=begin.warm)
         self.phase = Phase.LOOKING
         self._view.begin(search, now)
-        return self._nudge() + self._advance(now)
+        return self._advance(now) + self._nudge()
 
     # Looking ---------------------------------------------------------------------------------------------------------
 
