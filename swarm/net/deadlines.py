@@ -9,7 +9,7 @@ recover from a step in load, and median + k * MAD alone would give up on one in 
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from swarm.config import DeadlineConfig
 from swarm.identity import PeerId
@@ -33,20 +33,24 @@ def size_class(size_bytes: int) -> int:
 class _Samples:
     """The last samples of one key, in order of arrival and of size, and the deadline learned from them."""
 
-    __slots__ = ("arrived", "backoff_s", "learned_s", "ordered", "unlearned")
+    __slots__ = ("arrived", "backoff_s", "learned_s", "oldest", "ordered", "unlearned")
 
     def __init__(self) -> None:
-        self.arrived: deque[float] = deque()
+        self.arrived: list[float] = []  # a ring once it is full; a deque would take more memory than all else
+        self.oldest = 0
         self.ordered: list[float] = []
         self.learned_s = 0.0
         self.unlearned = 0
         self.backoff_s = 0.0
 
     def add(self, elapsed_s: float) -> None:
-        self.arrived.append(elapsed_s)
         insort(self.ordered, elapsed_s)
-        if len(self.arrived) > WINDOW:
-            self.ordered.remove(self.arrived.popleft())
+        if len(self.arrived) < WINDOW:
+            self.arrived.append(elapsed_s)
+        else:
+            self.ordered.remove(self.arrived[self.oldest])
+            self.arrived[self.oldest] = elapsed_s
+            self.oldest = (self.oldest + 1) % WINDOW
         self.unlearned += 1
 
     def deadline_s(self) -> float:

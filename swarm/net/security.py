@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import msgpack
@@ -64,6 +65,11 @@ def require_role(context: CallContext, roles: frozenset[Role]) -> None:
         )
 
 
+@lru_cache(maxsize=64)
+def _claimed(credential: bytes) -> Admission:
+    return Admission(frozenset(Role(name) for name in msgpack.unpackb(credential)))
+
+
 class OpenAuthorizer:
     """The open policy: admits whoever proves its identity, with the roles it claims.
 
@@ -82,8 +88,7 @@ class OpenAuthorizer:
 
     def admit(self, peer_id: PeerId, public_key: bytes, credential: bytes) -> Admission:
         try:
-            names = msgpack.unpackb(credential)
-            return Admission(frozenset(Role(name) for name in names))
+            return _claimed(credential)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise AdmissionRefusedError(f"Peer {peer_id.short} shows a list of roles that cannot be read.") from error
 

@@ -22,7 +22,7 @@ from swarm.simulation.virtual_dht import VirtualDht
 SETTLE_S = 60.0
 """Virtual time between the last join and the first operation."""
 AT_ONCE = 64
-"""Operations under way together."""
+"""Operations under way together, or one for every eighth peer if that is more."""
 TTL_S = 3600.0
 """Lifetime of records that outlive the scenario."""
 LATENESS = 0.1
@@ -138,7 +138,7 @@ async def _operate(swarm: VirtualDht, count: int) -> OperationFigures:
                 await act(costs, peers[number], number)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(AT_ONCE):
+            for _ in range(max(AT_ONCE, len(swarm.peers) // 8)):
                 group.create_task(worker())
 
     before = swarm.messages

@@ -7,6 +7,7 @@ hand to its codec pool runs inline and costs modelled time.
 from __future__ import annotations
 
 import asyncio
+import gc
 import heapq
 import random
 import time
@@ -25,6 +26,8 @@ Ts = TypeVarTuple("Ts")
 WALL_EPOCH_S = 1_700_000_000.0
 _CHECK_EVERY = 1024
 _SWEEP_CANCELLED = 512
+_GC_THRESHOLD = (100_000, 20, 100)
+"""Large networks are millions of objects that live long: looking through them rarely saves a fifth of the time."""
 
 
 class _BaseLoop(asyncio.BaseEventLoop):
@@ -62,6 +65,14 @@ class VirtualLoop(_BaseLoop):
 
     def time(self) -> float:
         return self._now_s
+
+    def run_forever(self) -> None:
+        before = gc.get_threshold()
+        gc.set_threshold(*_GC_THRESHOLD)
+        try:
+            super().run_forever()
+        finally:
+            gc.set_threshold(*before)
 
     def limit_real_time(self, seconds: float | None) -> None:
         """Raise `VirtualRunTooLongError` out of the loop when it runs longer than this in real time from now on."""

@@ -117,13 +117,19 @@ class VirtualDht:
         Returns:
             The new ones.
         """
-        new: list[Endpoint] = []
-        while len(new) < count:
+        joining: dict[asyncio.Task[Endpoint], None] = {}
+        new: list[asyncio.Task[Endpoint]] = []
+        while len(new) < count or joining:
             # a network that has just begun grows slowly, lest everybody meets nobody
             present = len(self.peers)
-            at_once = min(count - len(new), max(1, min(present, JOINING), int(JOINING_FRACTION * present)))
-            new += await asyncio.gather(*(self._join() for _ in range(at_once)))
-        return new
+            limit = max(1, min(present, JOINING), int(JOINING_FRACTION * present))
+            while len(new) < count and len(joining) < limit:
+                task = asyncio.get_running_loop().create_task(self._join(), name="join")
+                joining[task] = None
+                new.append(task)
+            await asyncio.wait(list(joining), return_when=asyncio.FIRST_COMPLETED)
+            joining = {task: None for task in joining if not task.done()}
+        return [task.result() for task in new]
 
     async def _join(self) -> Endpoint:
         number = self._made
