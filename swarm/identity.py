@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -44,8 +44,13 @@ class PeerId:
         except ValueError as error:
             raise MalformedFrameError(f"{text[:60]!r} is not a peer id: expected 52 characters of base32.") from error
 
+    # ids are keys everywhere: bytes remember their hash, and the generated comparison would build two tuples
+
     def __hash__(self) -> int:
-        return hash(self.digest)  # bytes remember their hash; ids are keys everywhere
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PeerId) and self.digest == other.digest
 
     @property
     def node_id(self) -> int:
@@ -58,10 +63,15 @@ class PeerId:
         return str(self)[:8]
 
     def __str__(self) -> str:
-        return base64.b32encode(self.digest).decode().lower().rstrip("=")
+        return _written(self.digest)
 
     def __repr__(self) -> str:
         return f"PeerId({self.short}…)"
+
+
+@lru_cache(maxsize=4096)
+def _written(digest: bytes) -> str:
+    return base64.b32encode(digest).decode().lower().rstrip("=")
 
 
 def _domain_separated(domain: str, payload: bytes) -> bytes:
