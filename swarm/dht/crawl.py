@@ -24,7 +24,7 @@ from kademlia.node import Node, NodeHeap
 
 from swarm.dht.digests import digest_of
 from swarm.dht.hearsay import Hearsay
-from swarm.dht.records import Copy, EntryId, merge
+from swarm.dht.records import Copy, EntryId, PlaceId, merge
 from swarm.dht.routing import ID_BYTES, PeerNode
 from swarm.errors import MalformedFrameError
 
@@ -439,6 +439,14 @@ class Read(Lookup):
 
     def _of(self, entry_id: EntryId) -> list[Copy]:
         return [reply[entry_id] for reply in self._replies.values() if entry_id in reply]
+
+    def holders(self) -> Counter[tuple[PlaceId, int]]:
+        """How many others show each statement."""
+        shown: Counter[tuple[PlaceId, int]] = Counter()
+        for peer, reply in self._replies.items():
+            if peer != self._me.id:
+                shown.update((copy.record.place_id, copy.record.record_version) for copy in reply.values())
+        return shown
 
     def doubtful(self) -> list[EntryId]:
         """Entries, not our own, that most replicas do not have: they may not have them yet, or have seen them end."""

@@ -318,17 +318,26 @@ class Operations:
         self._count(reads)
         results = {read.key: self._witness.admit(read.result(), self.runtime.clock.time()) for read in reads}
         lacking: dict[bytes, tuple[PeerNode, list[Copy]]] = {}
+        holders: Counter[tuple[PlaceId, int]] = Counter()
         for read in reads:
+            holders += read.holders()
             for node, copies in read.stale():
                 lacking.setdefault(node.id, (node, []))[1].extend(copies)
         if lacking and self.protocol.may_store:
-            repair = self.driver.spawn(self._repair(list(lacking.values())), "dht-repair")
+            repair = self.driver.spawn(self._repair(list(lacking.values()), holders), "dht-repair")
             if any(read.doubtful() for read in reads):
                 await asyncio.wait([repair], timeout=config.call_timeout_s)
         return {key: self._without_ended(entries) for key, entries in results.items()}
 
-    async def _repair(self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]]) -> None:
-        """Offer copies to replicas that lack them. What most of a key's replicas have seen end has ended."""
+    async def _repair(
+        self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]], holders: Counter[tuple[PlaceId, int]]
+    ) -> None:
+        """Offer copies to replicas that lack them. What most of a key's replicas have seen end has ended.
+
+        Args:
+            lacking: Replicas, each with what it lacks.
+            holders: How many show each statement, by place and version.
+        """
         now_s = self.runtime.clock.time()
         refused: Counter[tuple[PlaceId, int]] = Counter()
 
@@ -349,7 +358,7 @@ class Operations:
             if node is self.book.me:
                 self._hold(copies, {copy.record.place_id: Placed() for copy in copies})
         for (place_id, version), votes in refused.items():
-            if votes > self.config.replication // 2:
+            if votes > max(holders[place_id, version], self.config.replication // 2):
                 self._ended[place_id] = version
                 self._ended.move_to_end(place_id)
         while len(self._ended) > ENDED_KEPT:
