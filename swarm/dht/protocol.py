@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from swarm.config import DhtConfig
 from swarm.dht.claims import Claims
@@ -515,9 +516,19 @@ class _Contacts:
 
 
 def _contact(peer_id: bytes, addresses: Sequence[str]) -> Contact | None:
-    if len(peer_id) != 32 or len(addresses) > MAX_ADDRESSES or any(len(a) > MAX_ADDRESS_CHARS for a in addresses):
+    """The contact that a message names; none if it is malformed."""
+    if len(peer_id) != 32 or len(addresses) > MAX_ADDRESSES:
         return None
-    return Contact(PeerId(peer_id), tuple(addresses))
+    for address in addresses:
+        if len(address) > MAX_ADDRESS_CHARS:
+            return None
+    return _interned(peer_id, tuple(addresses))
+
+
+@lru_cache(maxsize=8192)
+def _interned(peer_id: bytes, addresses: tuple[str, ...]) -> Contact:
+    """One object for each contact, however many answers name it."""
+    return Contact(PeerId(peer_id), addresses)
 
 
 def _check_contacts(contacts: Sequence[pb.DhtContact], parts: int) -> None:
