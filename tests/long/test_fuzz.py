@@ -26,8 +26,11 @@ from swarm.roles import Role
 from swarm.runs.credentials import Credential
 from swarm.runs.invite import Invite
 from swarm.runs.manifest import Manifest
+from swarm.runtime import TaskFailed
 from swarm.tensors.codecs import codec
 from swarm.tensors.wire import Limits, from_frame, to_frame
+from tests.fuzzing import DhtFuzz, damaged, rounds
+from tests.support import MemoryWorld
 
 SECONDS = float(os.environ.get("SWARM_FUZZ_S", "60"))
 LIMITS = Limits(max_header_bytes=1 << 16, max_tensors=64, max_payload_bytes=1 << 20)
@@ -89,26 +92,6 @@ READERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
 }
 
 
-def damaged(good: bytes, rng: random.Random) -> bytes:
-    data = bytearray(good)
-    for _ in range(rng.choice((1, 1, 2, 4, 16))):
-        at = rng.randrange(len(data)) if data else 0
-        match rng.randrange(5):
-            case 0 if data:
-                data[at] = rng.randrange(256)
-            case 1:
-                del data[at : at + rng.randrange(1, 9)]
-            case 2:
-                data[at:at] = rng.randbytes(rng.randrange(1, 9))
-            case 3:
-                data[at : at + 4] = rng.choice(
-                    (b"\xff\xff\xff\xff", b"\xdd\xff\xff\xff", b"\xc9\x7f\xff\xff", b"\0" * 4)
-                )
-            case _:
-                data = data[:at] if rng.random() < 0.5 else data + data[at:]
-    return bytes(data)
-
-
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("what", sorted(READERS))
 def test_damaged_input_ends_in_a_typed_error(what: str) -> None:
@@ -128,3 +111,27 @@ def test_damaged_input_ends_in_a_typed_error(what: str) -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}, input {tried}: {data!r}") from error
     assert refused > 0.2 * tried, f"seed {seed}: the inputs are hardly damaged"
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_damaged_dht_messages_end_in_a_typed_error(memory_world: MemoryWorld) -> None:
+    seed = int(os.environ.get("SWARM_FUZZ_SEED") or secrets.randbits(48))
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        fuzz = DhtFuzz(memory_world)
+        await fuzz.open()
+        end = time.monotonic() + SECONDS
+        refused = tried = 0
+        while time.monotonic() < end:
+            try:
+                more, bad = await rounds(fuzz, rng, 50)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, after {tried} messages") from error
+            tried, refused = tried + more, refused + bad
+        assert refused > 0.1 * tried, f"seed {seed}: the messages are hardly damaged"
+        assert await fuzz.still_well(), f"seed {seed}"
+        for peer in (fuzz.victim, fuzz.liar):
+            assert not peer.runtime.events.recent(TaskFailed), f"seed {seed}"
+
+    memory_world.run(main, timeout_s=SECONDS + 50)
