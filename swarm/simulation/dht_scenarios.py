@@ -39,9 +39,11 @@ class OperationFigures:
         put_success: Puts that were accepted by at least one peer.
         get_success: Gets that returned the one entry that had been put.
         mean_depth: Requests in a row until the nearest peers had answered, over the lookups of both.
-        messages_per_put: Requests sent and answers received by the peer that puts, for its lookups and stores.
+        messages_per_put: Requests sent and answers received by the peer that puts, for its lookups and stores (and those
+            of its upkeep meanwhile).
         messages_per_get: The same of the peer that reads.
-        calls_per_operation: Everything that the network carried meanwhile, upkeep and hellos included, per operation.
+        all_messages_per_operation: Everything that the network carried meanwhile, everybody's upkeep and hellos
+            included, per operation.
         put_s: Median virtual time of a put; `put_p99_s` of the slowest in a hundred.
         get_s: The same of a get.
     """
@@ -114,7 +116,13 @@ async def _operate(swarm: VirtualDht, count: int) -> OperationFigures:
     readers = [rng.choice(swarm.peers) for _ in range(count)]
     puts, gets = _Costs(), _Costs()
 
+    busy = {peer: asyncio.Lock() for peer in swarm.peers}
+
     async def act(costs: _Costs, peer: Endpoint, number: int) -> None:
+        async with busy[peer]:  # so that its counters tell what one operation cost
+            await act_alone(costs, peer, number)
+
+    async def act_alone(costs: _Costs, peer: Endpoint, number: int) -> None:
         stats = peer.dht.stats
         before = (stats.depth_total, stats.lookups, stats.messages)
         begun_s = loop.time()
