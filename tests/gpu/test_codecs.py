@@ -54,6 +54,14 @@ def test_decoding_on_the_device_is_decoding_on_the_host(name: str, numel: int) -
     torch.testing.assert_close(on_device.cpu(), total)
 
 
+def steps(name: str, tensor: Tensor) -> Tensor:
+    """The distance of the two values that each element may be rounded to."""
+    if name == "bf16":
+        return 2.0 ** (tensor.abs().log2().floor() - 7)
+    size, levels = {"int8": (4096, 127), "int4": (128, 7)}[name]
+    return torch.cat([(b.abs().amax() / levels * (1 + 2.0**-7)).expand(b.numel()) for b in tensor.split(size)])
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_stochastic_rounding_is_unbiased_and_repeatable(name: str) -> None:
     tensor, rounds = sample(3000).to(DEVICE), 300
@@ -62,9 +70,10 @@ def test_stochastic_rounding_is_unbiased_and_repeatable(name: str) -> None:
     got = torch.stack(
         [codec(name).decode(codec(name).encode(tensor, rng=generator), (3000,), torch.float32) for _ in range(rounds)]
     ).double()
-    step = (got.amax(0) - got.amin(0)).clamp_min(1e-6)
-    off = (got.mean(0) - tensor.cpu().double()) / step
-    assert abs(float(off.mean())) < 5 * 0.5 / (rounds * 3000) ** 0.5 + 1e-3
+    wide = tensor.cpu().double()
+    off = (got.mean(0) - wide) / steps(name, wide)
+    assert float(off.abs().max()) < 5 * 0.5 / rounds**0.5
+    assert abs(float(off.mean())) < 5 * 0.5 / (rounds * 3000) ** 0.5
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -90,6 +99,5 @@ def test_malformed_bytes_leave_the_output_alone(name: str) -> None:
 def test_frames_of_cuda_tensors(name: str) -> None:
     tensor = sample(300_000).view(300, 1000).to(DEVICE)
     received = from_frame(to_frame({}, [tensor.t()], name))[1][0]
-    assert received.shape == (1000, 300)
-    if name in ("none", "bf16", "fp16", "int8"):
-        torch.testing.assert_close(received, tensor.t().cpu(), rtol=0.01, atol=0.3)
+    turned = tensor.t().contiguous()
+    assert torch.equal(received, codec(name).decode(codec(name).encode(turned), (1000, 300), torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import MalformedFrameError, UnsupportedDtypeError, UsageError
-from swarm.tensors.codecs import CODECS, auto, blockwise, codec, host_flat, saturating_cast, tensor_bytes
+from swarm.tensors.codecs import CODECS, auto, blockwise, codec, host_flat, saturating_cast, sparse, tensor_bytes
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -217,6 +218,14 @@ def test_top_k_of_ties_takes_the_first() -> None:
     assert recoded("topk", torch.zeros(5000)).tolist() == [0.0] * 5000
 
 
+def test_both_ways_to_choose_the_largest_agree() -> None:
+    """torch on accelerators, numpy on the CPU."""
+    for columns, kept in [(1, 1), (5, 1), (4096, 64), (900, 15)]:
+        rows = (torch.randn(20, columns, generator=torch.Generator().manual_seed(columns)) * 3).round()
+        rows[3, columns // 2] = float("nan")
+        assert torch.equal(sparse._largest(rows, kept), sparse._largest_on_cpu(rows, kept).int())
+
+
 def test_top_k_of_negative_and_strided_values() -> None:
     tensor = torch.zeros(2, 4096)
     tensor[0, 7], tensor[1, 4095] = -3.0, 2.0
@@ -303,3 +312,13 @@ def test_no_noise_carries_beyond_the_last_integer(name: str, extreme: float, mon
     tensor[:, 0], tensor[:, 1] = largest, -largest
     got = recoded(name, tensor, 1)[:, :2]
     torch.testing.assert_close(got, tensor[:, :2], rtol=0.2 if name == "int4" else 0.01, atol=0)
+
+
+def test_stochastic_bf16_neither_overflows_nor_loses_nan() -> None:
+    """Noise carries the largest values into infinity, and NaN of all ones into zero."""
+    largest = torch.tensor([3.4028235e38, -3.4028235e38, 1.0])
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    for seed in range(10):
+        assert torch.isfinite(recoded("bf16", largest, seed)).all()
+        assert recoded("bf16", nans, seed).isnan().all()
+        assert recoded("bf16", torch.tensor([math.inf, -math.inf, 1.0]), seed).tolist() == [math.inf, -math.inf, 1.0]
