@@ -60,7 +60,7 @@ ARCHIVE_VERSIONS = 8
 INVENTED = 20
 """Contacts in an answer that a liar makes up."""
 NOWHERE = "240.0.0.1:7"
-"""An address at which nobody can be."""
+"""An address at which nobody is: on a `MemoryNetwork` it refuses at once."""
 
 
 class Cabal:
@@ -73,6 +73,7 @@ class Cabal:
         members: Their contacts.
         victims: Honest contacts that one of them has met; lies point there.
         lies: How many answers were spoilt, by behaviour.
+        hole: An address where calls vanish, if there is one.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -81,6 +82,7 @@ class Cabal:
         self.members: dict[PeerId, Contact] = {}
         self.victims: dict[PeerId, Contact] = {}
         self.lies: dict[str, int] = {}
+        self.hole = NOWHERE
         self._archive: dict[str, dict[tuple[bytes, str], list[pb.DhtRecord]]] = {}
 
     def builder(self, behaviours: Sequence[Behaviour]) -> Callable[[Transport, DhtConfig, Runtime], Dht]:
@@ -258,17 +260,18 @@ class Colluding(Neighbours):
 
 
 class Inventing(Neighbours):
-    """Names peers that do not exist, nearer than anybody, at addresses of victims or where nobody is.
+    """Names peers that do not exist, nearer than anybody, at addresses of victims or where calls vanish.
 
     Args:
-        address: Where they are said to be; none: where honest peers listen.
+        hole: They are said to be where calls vanish; else where honest peers listen.
     """
 
-    def __init__(self, address: str | None = None) -> None:
-        self._addresses = None if address is None else (address,)
+    def __init__(self, *, hole: bool = False) -> None:
+        self._hole = hole
 
     def contacts(self, cabal: Cabal, position: bytes, true: list[Contact]) -> list[Contact]:
-        return [cabal.invented(position, self._addresses) for _ in range(INVENTED)]
+        addresses = (cabal.hole,) if self._hole else None
+        return [cabal.invented(position, addresses) for _ in range(INVENTED)]
 
 
 class Readdressing(Neighbours):
@@ -418,7 +421,7 @@ MIXES: dict[str, tuple[Behaviour, ...]] = {
     "hide": (Hiding(), Omitting()),
     "collude": (Colluding(), Omitting(), Forgetful()),
     "invent": (Inventing(), Omitting()),
-    "unroutable": (Inventing(NOWHERE),),
+    "unroutable": (Inventing(hole=True),),
     "readdress": (Readdressing(),),
     "replay": (Replaying(), Forgetful()),
     "collude-replay": (Colluding(), Replaying(), Forgetful()),

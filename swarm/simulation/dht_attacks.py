@@ -242,6 +242,9 @@ async def malicious(
     cabal = Cabal(seed)
     make = infiltrated(cabal, kinds, fraction, peers, seed, wrong_day=clock_skew_s > 0)
     async with VirtualDht(peers, seed=seed, config=config, loss=loss, clock_skew_s=clock_skew_s, make=make) as swarm:
+        (vanished,) = await swarm.grow(1)
+        cabal.hole = vanished.contact.addresses[0]
+        swarm.kill(vanished, silent=True)
         honest = [peer for peer in swarm.peers if peer.peer_id not in cabal.members]
         rng = swarm.rng
         ledger = Ledger(swarm)
