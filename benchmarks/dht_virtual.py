@@ -6,7 +6,8 @@
 Scenarios: `lossy` (5 % of all calls time out), `scale` (no losses; without `--peers` several sizes, each in a process
 of its own, with the growth of the costs), `churn` (a median lifetime of ten minutes until half the peers are replaced),
 `clocks` (`lossy` twice, with wall clocks that agree and that are ten minutes apart), `malicious` (a part of the peers
-lies in every way it can) and `split` (cut in half for ten minutes).
+lies in every way it can), `split` (cut in half for ten minutes), `flood` (one member floods another) and `eclipse` (many of
+one subnet settle around a peer).
 Prints one JSON line; delays are 20 to 200 ms one way, ids uniform, everything random is seeded.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from swarm.simulation.dht_attacks import malicious
+from swarm.simulation.dht_floods import eclipse, flood
 from swarm.simulation.dht_scenarios import churn, growth, lossy, scale
 from swarm.simulation.dht_splits import split
 from swarm.simulation.virtual import run_virtual
@@ -72,15 +74,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     parser.add_argument(
-        "--scenario", choices=["lossy", "scale", "churn", "clocks", "malicious", "split"], default="lossy"
+        "--scenario",
+        choices=["lossy", "scale", "churn", "clocks", "malicious", "split", "flood", "eclipse"],
+        default="lossy",
     )
-    parser.add_argument("--peers", type=int, help="1000 by default, 250 for attacks")
+    parser.add_argument("--peers", type=int, help="1000 by default, 250 for attacks, 100 for flood and eclipse")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0.0, metavar="SECONDS", help="wall clocks are so far apart")
     parser.add_argument("--fraction", type=float, default=0.2, help="of malicious peers")
     options = parser.parse_args()
     seed, skew_s = options.seed, options.skew
-    peers = options.peers or (250 if options.scenario in ("malicious", "split") else 1000)
+    usual = {"malicious": 250, "split": 250, "flood": 100, "eclipse": 100}
+    peers = options.peers or usual.get(options.scenario, 1000)
     result: dict[str, Any]
     match options.scenario:
         case "scale" if options.peers is None:
@@ -97,6 +102,10 @@ def main() -> None:
             result = measure(lambda: malicious(peers, options.fraction, seed=seed, clock_skew_s=skew_s), seed)
         case "split":
             result = measure(lambda: split(peers, seed=seed, clock_skew_s=skew_s), seed)
+        case "flood":
+            result = measure(lambda: flood(peers, seed=seed), seed)
+        case "eclipse":
+            result = measure(lambda: eclipse(peers, spoof=True, seed=seed), seed)
     result = {"scenario": options.scenario} | result
     if options.json:
         print(json.dumps(result))
