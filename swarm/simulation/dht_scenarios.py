@@ -39,8 +39,8 @@ class OperationFigures:
         put_success: Puts that were accepted by at least one peer.
         get_success: Gets that returned the one entry that had been put.
         mean_depth: Requests in a row until the nearest peers had answered, over the lookups of both.
-        messages_per_put: Requests sent and answers received by the peer that puts, for its lookups and stores (and those
-            of its upkeep meanwhile).
+        messages_per_put: Requests sent and answers received by the peer that puts, for its lookups and stores (and
+            those of its upkeep meanwhile).
         messages_per_get: The same of the peer that reads.
         all_messages_per_operation: Everything that the network carried meanwhile, everybody's upkeep and hellos
             included, per operation.
