@@ -6,8 +6,8 @@
 Scenarios: `lossy` (5 % of all calls time out), `scale` (no losses; without `--peers` several sizes, each in a process
 of its own, with the growth of the costs), `churn` (a median lifetime of ten minutes until half the peers are replaced),
 `clocks` (`lossy` twice, with wall clocks that agree and that are ten minutes apart), `malicious` (a part of the peers
-lies in every way it can), `split` (cut in half for ten minutes), `flood` (one member floods another) and `eclipse` (many of
-one subnet settle around a peer).
+lies in every way it can), `split` (cut in half for ten minutes), `flood` (one member floods another) and `eclipse`
+(many of one subnet settle around a peer).
 Prints one JSON line; delays are 20 to 200 ms one way, ids uniform, everything random is seeded.
 """
 
