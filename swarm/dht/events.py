@@ -13,7 +13,7 @@ class RecordRefused(Event):
 
     reason: str
     sender: str
-    """Id of the peer on the other side."""
+    """Id of the peer on the other side; empty where a whole read knew nothing newer than what we had seen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,7 @@ class Operations:
 
         await self._drive(reads, send, config.parallelism)
         self._count(reads)
-        results = {read.key: self._witness.admit(read.result(), self.runtime.clock.time()) for read in reads}
+        results = {read.key: self._admitted(read.result()) for read in reads}
         lacking: dict[bytes, tuple[PeerNode, list[Copy]]] = {}
         holders: Counter[tuple[PlaceId, int]] = Counter()
         for read in reads:
@@ -328,6 +328,13 @@ class Operations:
             if any(read.doubtful() for read in reads):
                 await asyncio.wait([repair], timeout=config.call_timeout_s)
         return {key: self._without_ended(entries) for key, entries in results.items()}
+
+    def _admitted(self, found: dict[EntryId, Copy]) -> dict[EntryId, Copy]:
+        """What of a read's result agrees with what we have seen before."""
+        admitted = self._witness.admit(found, self.runtime.clock.time())
+        for _ in range(len(found) - len(admitted)):
+            self.runtime.emit(RecordRefused(reason=Refusal.OUTDATED.reason, sender=""))
+        return admitted
 
     async def _repair(
         self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]], holders: Counter[tuple[PlaceId, int]]
