@@ -61,6 +61,8 @@ class Upkeep:
         self._on_return = on_return
         self._on_round = on_round
         self._neighbours: dict[bytes, None] = {}
+        self._had_peers = False
+        self._lost_all = False
         self._rounds = 0
 
     async def run(self) -> None:
@@ -81,6 +83,7 @@ class Upkeep:
     async def round(self) -> None:
         """One round."""
         self._do.storage.expire(self._do.runtime.clock.time())
+        self._note_loneliness()
         await self._recall()
         await self._check_neighbours()
         await self._do.verify_claims()
@@ -89,13 +92,21 @@ class Upkeep:
         else:
             await self._ask_new_neighbours()
         self._rounds += 1
+        self._note_loneliness()
         self._neighbours = dict.fromkeys(node.id for node in self._nearest_to_us())
         await self._handover.to_newcomers()
         self.remember_table()
         self._on_round()
 
+    def _note_loneliness(self) -> None:
+        if self._book.table.all_nodes():
+            self._had_peers = True
+        elif self._had_peers:
+            self._lost_all = True
+
     def remember_table(self) -> None:
         """Note everybody in the table as a peer to return to."""
+        self._note_loneliness()
         for node in self._book.table.all_nodes():
             self._known.met(node.contact, node.seen_s)
 
@@ -135,14 +146,15 @@ class Upkeep:
                 self._known.met(node.contact)
             else:
                 self._known.failed(node.contact.peer_id)
-        if not answered:
-            return
-        if alone:
+        if self._lost_all and table.all_nodes():  # through them, or through somebody who has called us meanwhile
             await self.join(answered)
+            self._lost_all = False
             peers = len(table.all_nodes())
             self._do.runtime.emit(Rejoined(peers=peers, reason="every known peer had been lost"))
             self._on_return()
-        else:
+        elif alone and answered:
+            await self.join(answered)
+        elif answered:
             await self._meet_through(answered)
 
     async def _ask_new_neighbours(self) -> None:
