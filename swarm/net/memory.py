@@ -413,12 +413,14 @@ class MemoryTransport(BaseTransport):
             answer = listener._answer(path, held.token, network.alter(ours, theirs, path, data))
             try:
                 reply = await _watched(answer, listener, end_s)
+            except _StoppedError:
+                if not network.is_silent(theirs):
+                    raise ConnectionLostError(f"The connection to peer {theirs.short} broke.") from None
+                await network.arrive(theirs, ours, None, end_s)
             except SwarmError as error:
                 failure = error_from_wire(error.to_wire(), str(theirs))
             size = _ERROR_BYTES if failure is not None else len(reply)
             await network.arrive(theirs, ours, network.transmit(theirs, ours, path, size, lost == "answer"), end_s)
-        except _StoppedError:
-            raise ConnectionLostError(f"The connection to peer {theirs.short} broke.") from None
         except TimeoutError:
             raise CallTimeoutError(f"Peer {theirs.short} did not answer {path} within {budget_s:.3g} s.") from None
         if failure is not None:
@@ -511,9 +513,7 @@ def _watched(answer: Coroutine[Any, Any, bytes], listener: MemoryTransport, end_
     except asyncio.CancelledError:
         if not reason or task.uncancel() > cancelling:
             raise
-        if reason == "expired" or listener.network.is_silent(listener.peer_id):
-            raise TimeoutError from None
-        raise _StoppedError from None
+        raise (TimeoutError if reason == "expired" else _StoppedError) from None
     finally:
         timer.cancel()
         listener.finished(key)

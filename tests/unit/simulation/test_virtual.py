@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import pytest
@@ -44,6 +45,33 @@ def test_timeouts_work() -> None:
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main) == 5
+
+
+def test_timers_due_together_run_in_order_and_cancelled_ones_do_not() -> None:
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        ran: list[int] = []
+        timers = [loop.call_at(5.0 if n % 3 else 7.0, ran.append, n) for n in range(3000)]
+        for n, timer in enumerate(timers):
+            if n % 4:
+                timer.cancel()
+        await asyncio.sleep(6.0)
+        assert ran == [n for n in range(3000) if n % 4 == 0 and n % 3]
+        await asyncio.sleep(2.0)
+        return ran
+
+    ran = run_virtual(main)
+    assert sorted(ran) == list(range(0, 3000, 4))
+
+
+def test_collector_is_left_as_it_was() -> None:
+    before = gc.get_threshold()
+
+    async def main() -> None:
+        assert gc.get_threshold() != before
+
+    run_virtual(main)
+    assert gc.get_threshold() == before
 
 
 def test_waiting_for_nothing_is_reported() -> None:
