@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from swarm.dht.fairness import SLACK
 from swarm.dht.operations import Operations
 from swarm.dht.records import Copy, position_of
 from swarm.dht.routing import PeerNode
@@ -38,6 +39,8 @@ class Handover:
     def _note_holders(self, key: str) -> None:
         """Who a key's record went to, as far as we can tell: the nearest at the time when it came."""
         if key not in self._holders:
+            if len(self._holders) > SLACK + 2 * len(self._do.storage):  # a flood that gave way again
+                self._holders = {k: ids for k, ids in self._holders.items() if self._do.storage.holds(k)}
             self._holders[key] = tuple(node.id for node in self.nearest(key))
 
     async def to_newcomers(self) -> None:

@@ -119,6 +119,10 @@ class Storage:
         """Memory that the held copies take, see `cost_bytes`."""
         return self._bytes
 
+    def holds(self, key: str) -> bool:
+        """Whether there is at least one copy of a key."""
+        return key in self._keys
+
     def held_keys(self) -> list[str]:
         """The keys with at least one copy, in the order they came."""
         return list(self._keys)
