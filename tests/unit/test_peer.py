@@ -19,9 +19,19 @@ from swarm.averaging.averager import Averager
 from swarm.cli.report import Reporter
 from swarm.cli.stopping import Stopping
 from swarm.cli.watching import run_until_stopped
-from swarm.errors import ClosedError, ConfigError, ExpiredInviteError, LoopThreadError, PortInUseError
+from swarm.dht.protocol import STORE
+from swarm.dht.records import Copy, Refusal, encode_body, sign_record, to_wire
+from swarm.errors import (
+    ClosedError,
+    ConfigError,
+    ExpiredInviteError,
+    LoopThreadError,
+    PortInUseError,
+    RecordRefusedError,
+)
 from swarm.net.addresses import split_address
 from swarm.net.loop import loop_thread
+from swarm.pb import dht_pb2 as pb
 from swarm.runs.credentials import CLOCK_TOLERANCE_S
 from swarm.runs.membership import MembershipEnded
 from tests.support import eventually
@@ -217,3 +227,16 @@ def test_the_last_host_says_which_experts_nobody_took_over(
         monkeypatch.setattr(Stopping, "asked", property(lambda stop: True))
         run_until_stopped(Reporter(as_json=False), peer, peer.close)
     assert "2 experts were not handed over (ffn.0, ffn.1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("role", ["bootstrap", "monitor"])
+def test_every_peer_takes_under_our_namespaces_only_what_belongs_there(run: swarm.Run, role: str) -> None:
+    with run.peer("trainer") as trainer, run.peer(role) as peer:
+        for namespace in ("peers", "experts", "rounds", "state", "progress"):
+            with pytest.raises(RecordRefusedError, match=namespace):
+                trainer.records.put(f"{namespace}/x", "nonsense", ttl_s=60)
+            record = sign_record(trainer.identity, run.run_id, f"{namespace}/x", "", encode_body(1), 1, 60_000)
+            request = pb.DhtStoreRequest(records=[to_wire(Copy(record, 60.0), 0.0)])
+            call = trainer.transport.call(peer.contact, STORE, request, timeout_s=10.0)
+            assert trainer.run_sync(call).results[0].status == Refusal.SCHEMA
+        assert trainer.records.put("mine/x", "nonsense", ttl_s=60) >= 1
