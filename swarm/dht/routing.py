@@ -8,7 +8,6 @@ a bucket and in its replacement cache at once; nothing bounds how many nodes of 
 
 from __future__ import annotations
 
-import heapq
 import ipaddress
 import random
 from collections import Counter, OrderedDict
@@ -206,11 +205,11 @@ class Table(RoutingTable):  # type: ignore[misc]
         """
         found: list[PeerNode] = []
         for bucket in sorted(self.buckets, key=lambda b: b.least(target)):
-            nodes = [n for n in bucket.nodes.values() if n.id != exclude]
-            found += heapq.nsmallest(k - len(found), nodes, key=lambda n: n.long_id ^ target)
+            nodes = sorted(bucket.nodes.values(), key=lambda n: n.long_id ^ target)
+            found += [n for n in nodes if n.id != exclude] if exclude is not None else nodes
             if len(found) >= k:
                 break
-        return found
+        return found[:k]
 
     @property
     def complete(self) -> bool:
