@@ -165,6 +165,11 @@ class Averager:
         """Whether another peer looks for a group under this key while we do not, or waits for us in a prepared one."""
         return self._seat is not None and self._seat.others_waiting
 
+    @property
+    def search_s(self) -> float:
+        """How long the last search for a group took, whether `prepare` or a round began it."""
+        return self._seat.search_s if self._seat is not None else 0.0
+
     async def open(self) -> None:
         """Announce this peer under the key. The first round does it too."""
         self._check_open()

@@ -79,6 +79,8 @@ class Seat:
     ) -> None:
         window_s = endpoint.config.averaging.matchmaking_s
         self.key = key
+        self.search_s = 0.0
+        """How long the last search for a group took, prepared or not."""
         self.board = Board(endpoint, key)
         self._endpoint = endpoint
         self._bandwidth = bandwidth
@@ -195,7 +197,7 @@ class Seat:
         if self._concluded is not None:
             raise UsageError("A round of this averager is running.", fix="Wait for it before starting another.")
         concluded: asyncio.Future[Concluded] = asyncio.get_running_loop().create_future()
-        self._concluded = concluded
+        self._concluded, begun = concluded, self.now
         try:
             cell = await self._choose_cell()
             me = self._endpoint.contact
@@ -217,6 +219,7 @@ class Seat:
         finally:
             self.feed(GiveUp("cancelled"))
             self._concluded = None
+        self.search_s = self.now - begun
         self._after(result)
         return result
 

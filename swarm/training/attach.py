@@ -19,7 +19,7 @@ from swarm.averaging.service import AveragingService
 from swarm.errors import ClosedError, SwarmError, UsageError
 from swarm.events import Event
 from swarm.state.transfer import SnapshotStore
-from swarm.training.averaging import ParameterAveraging
+from swarm.training.averaging import ParameterAveraging, RoundPlanner
 from swarm.training.state import (
     StateNotAnnounced,
     build_snapshot,
@@ -102,6 +102,7 @@ class Attachment:
             raise UsageError(
                 "The model has no trainable parameters.", fix="Attach a model with some that need gradients."
             )
+        self._planner = RoundPlanner(averaging.every, self._endpoint.config.averaging.matchmaking_s)
         self._handle: RoundHandle | None = None
         self._before: Tensor | None = None
         self._begun_at_step = 0
@@ -126,8 +127,13 @@ class Attachment:
         started = time.perf_counter()
         if self._handle is not None and self._handle.done:
             self._finish_round(self._handle)
-        if self._handle is None and not self._paused and self._is_due():
-            self._begin_round()
+        self._planner.stepped(started)
+        if self._handle is None and not self._paused:
+            if self._is_due():
+                self._begin_round()
+            elif self._averaging.prepare and (in_s := self._planner.due(self._since_attempt)) is not None:
+                steps_left = self._averaging.every - self._since_attempt
+                self._averager.prepare(float(self._since_average + steps_left), in_s)
         self.stats.pause_s += time.perf_counter() - started
 
     def _is_real_step(self) -> bool:
@@ -143,6 +149,7 @@ class Attachment:
 
     def _begin_round(self) -> None:
         weight = float(self._since_average)
+        self._planner.round_began()
         self._since_attempt, self._begun_at_step = 0, self.step
         if self._averaging.overlap:
             self._handle = self._averager.step(weight, wait=False)
@@ -172,6 +179,7 @@ class Attachment:
         self.stats.rounds += 1
         self.stats.outcomes[type(outcome.outcome).__name__] += 1
         self.stats.last = outcome
+        self._planner.searched(self._averager.search_s)
         if outcome.averaged:
             self._since_average = self.step - self._begun_at_step
         if self._on_round is not None and self._before is not None:

@@ -1,4 +1,4 @@
-"""Matchmaking through tens of thousands of generated interleavings; new ones with `SEED=...`. A minute or two."""
+"""Matchmaking through tens of thousands of generated interleavings; new ones with `SWARM_SEED=...`. A minute or two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.interleavings import Net, Plan
 
-BASE = int(os.environ.get("SEED", "100000"))
+BASE = int(os.environ.get("SWARM_SEED", "100000"))
 
 
 @pytest.mark.parametrize("chunk", range(20))
