@@ -106,11 +106,11 @@ def _spread(nodes: Iterable[PeerNode], count: int) -> list[PeerNode]:
     spare: list[PeerNode] = []
     taken: Counter[str] = Counter()
     for node in nodes:
-        subnets = node.subnets
-        if any(taken[subnet] >= MAX_NEAR_PER_SUBNET for subnet in subnets):
-            spare.append(node)
-            continue
-        taken.update(subnets)
+        if subnets := node.subnets:
+            if any(taken[subnet] >= MAX_NEAR_PER_SUBNET for subnet in subnets):
+                spare.append(node)
+                continue
+            taken.update(subnets)
         found.append(node)
         if len(found) == count:
             break
