@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from swarm.averaging.gossip import Gossip as Gossip
     from swarm.averaging.rounds import Round as Round
     from swarm.config import PeerConfig as PeerConfig
+    from swarm.dht.node import Put as Put
+    from swarm.dht.records import Entry as Entry
     from swarm.errors import SwarmError as SwarmError
     from swarm.experts.moe import MixtureOfExperts as MixtureOfExperts
     from swarm.experts.remote import RemoteExpert as RemoteExpert
@@ -41,6 +43,7 @@ _HOMES = {
     "AllReduce": "swarm.averaging.allreduce",
     "Averager": "swarm.averaging.averager",
     "DataShard": "swarm.training.data",
+    "Entry": "swarm.dht.records",
     "ExpertGrid": "swarm.experts.spec",
     "Gossip": "swarm.averaging.gossip",
     "KeyPair": "swarm.identity",
@@ -51,6 +54,7 @@ _HOMES = {
     "Peer": "swarm.peer",
     "PeerConfig": "swarm.config",
     "PeerId": "swarm.identity",
+    "Put": "swarm.dht.node",
     "RemoteExpert": "swarm.experts.remote",
     "Role": "swarm.roles",
     "Round": "swarm.averaging.rounds",

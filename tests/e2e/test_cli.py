@@ -141,6 +141,14 @@ def test_create_join_call_and_leave(start: Any, run_file: str, tmp_path: Path) -
     with swarm.join(invites["trainer"], role="trainer", config=swarm.PeerConfig.preset("local")) as trainer:
         trainer.wait_for_experts("ffn", timeout_s=PATIENCE_S)
         assert swarm.RemoteExpert(trainer, "ffn.0")(torch.ones(3, 8)).shape == (3, 8)
+        looked_up = start("dht", "get", "experts/ffn", invites["monitor"], "--json")
+        listed = start("dht", "peers", created["ticket"], "--data-dir", created["data_dir"])
+        assert looked_up.wait_for_kind("entry")["key"] == "experts/ffn"
+        assert looked_up.wait_for_kind("done")["entries"] == 1
+        for role in ("bootstrap", "host", "trainer"):
+            assert any(f"  {role}  ONLINE  " in line for line in listed.lines) or listed.wait_for(f"  {role}  ONLINE  ")
+        listed.wait_for(r"^3 peers\.$")
+        assert (looked_up.end(), listed.end()) == (0, 0)
 
     host.press_ctrl_c()
     assert host.end() == 0
@@ -155,10 +163,13 @@ def test_create_join_call_and_leave(start: Any, run_file: str, tmp_path: Path) -
     assert owner.end() == 0
     assert json.loads(owner.lines[-1])["kind"] == "left"
     late = start("join", invites["host"], "--preset", "local", "--json")
+    unreachable = start("dht", "peers", invites["monitor"], "--timeout", "5")
     assert late.end() == 3
     error = json.loads(late.lines[-1])["error"]
     assert error["name"] == "BootstrapError"
     assert address in error["reasons"]
+    assert unreachable.end() == 3
+    assert "[E2002]" in unreachable.lines[-1]
     assert not any("Traceback" in line for line in late.lines)
 
 

@@ -22,6 +22,7 @@ from swarm.cli.watching import run_until_stopped
 from swarm.dht.protocol import STORE
 from swarm.dht.records import Copy, Refusal, encode_body, sign_record, to_wire
 from swarm.errors import (
+    BootstrapError,
     ClosedError,
     ConfigError,
     ExpiredInviteError,
@@ -240,3 +241,48 @@ def test_every_peer_takes_under_our_namespaces_only_what_belongs_there(run: swar
             call = trainer.transport.call(peer.contact, STORE, request, timeout_s=10.0)
             assert trainer.run_sync(call).results[0].status == Refusal.SCHEMA
         assert trainer.records.put("mine/x", "nonsense", ttl_s=60) >= 1
+
+
+def test_records_are_read_and_written_from_the_users_thread(run: swarm.Run) -> None:
+    peer = run.peer("trainer")
+    assert peer.records.put("notes", {"lr": 3e-4}, ttl_s=60) == 2
+    watch = run.bootstrap.records.watch("notes", timeout_s=30)
+    assert [e.body for e in next(watch)] == [{"lr": 3e-4}]
+    peer.records.delete("notes")
+    assert next(watch) == []
+    peer.close()
+    with pytest.raises(ClosedError):
+        peer.records.get("notes")
+
+
+def test_a_peer_returns_to_a_run_whose_first_peers_are_gone(tmp_path: Path) -> None:
+    run = swarm.create_run("the-run")
+    invite = run.invite(["host", "trainer"])
+    try:
+        with swarm.join(invite, "trainer") as other:
+            first = swarm.join(invite, "trainer", data_dir=tmp_path / "mine")
+            peer_id = first.peer_id
+            first.close()
+            run.close()
+            with swarm.join(invite, "trainer", data_dir=tmp_path / "mine") as again:
+                assert again.peer_id == peer_id
+                assert again.manifest.name == "the-run"
+                assert [c.peer_id for c in again.dht.peers()] == [other.peer_id]
+            other.close()
+        with pytest.raises(BootstrapError) as caught:
+            swarm.join(invite, "trainer", data_dir=tmp_path / "mine")
+        assert set(caught.value.remembered) == {*other.contact.addresses}
+        assert set(run.bootstrap.contact.addresses) <= set(caught.value.reasons)
+    finally:
+        run.close()
+
+
+def test_the_owners_peer_returns_to_its_run_and_starts_alone_where_nobody_is_left(tmp_path: Path) -> None:
+    with swarm.create_run("the-run", data_dir=tmp_path) as run, swarm.join(run.invite("trainer")) as peer:
+        run.close()
+        with swarm.create_run("the-run", data_dir=tmp_path) as again:
+            assert [c.peer_id for c in again.bootstrap.dht.peers()] == [peer.peer_id]
+            peer.close()
+    with swarm.create_run("the-run", data_dir=tmp_path) as alone:
+        assert alone.bootstrap.dht.peers() == []
+        assert alone.bootstrap.records.put("k", 1, ttl_s=60) == 1
