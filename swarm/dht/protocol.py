@@ -9,10 +9,10 @@ from functools import lru_cache
 
 from swarm.config import DhtConfig
 from swarm.dht.claims import Claims
-from swarm.dht.crawl import Told
 from swarm.dht.digests import DIGEST_BYTES, digest_of
 from swarm.dht.events import ContactDropped, PeerThrottled, RecordEvicted, RecordRefused
 from swarm.dht.flood import FloodGuard
+from swarm.dht.reading import Told
 from swarm.dht.records import MAX_NAME_BYTES, Checker, Copy, Refusal, position_of, remaining_ms, to_wire
 from swarm.dht.routing import ID_BYTES, AddressBook, PeerNode
 from swarm.dht.schemas import Schemas
