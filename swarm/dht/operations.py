@@ -12,7 +12,8 @@ from swarm.dht.crawl import Ask, Crawl, Lookup
 from swarm.dht.driver import Driver
 from swarm.dht.events import RecordRefused, UnderReplicated
 from swarm.dht.hearsay import is_thin
-from swarm.dht.protocol import MAX_TARGETS, STORE, Protocol, Want
+from swarm.dht.messages import Want
+from swarm.dht.protocol import MAX_TARGETS, STORE, Protocol
 from swarm.dht.reading import Read
 from swarm.dht.records import Copy, EntryId, PlaceId, Refusal, position_of
 from swarm.dht.routing import AddressBook, PeerNode

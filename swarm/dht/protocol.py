@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 from swarm.config import DhtConfig
 from swarm.dht.claims import Claims
 from swarm.dht.digests import DIGEST_BYTES, digest_of
 from swarm.dht.events import ContactDropped, PeerThrottled, RecordEvicted, RecordRefused
 from swarm.dht.flood import FloodGuard
+from swarm.dht.messages import (
+    MAX_ADDRESS_CHARS,
+    MAX_ADDRESSES,
+    MAX_NEAREST,
+    Contacts,
+    Found,
+    Stored,
+    Want,
+    check_contacts,
+    pick,
+    position_in,
+    to_contact,
+    to_target,
+)
 from swarm.dht.reading import Told
-from swarm.dht.records import MAX_NAME_BYTES, Checker, Copy, Refusal, position_of, remaining_ms, to_wire
+from swarm.dht.records import Checker, Copy, Refusal, position_of, remaining_ms, to_wire
 from swarm.dht.routing import ID_BYTES, AddressBook, PeerNode
 from swarm.dht.schemas import Schemas
 from swarm.dht.storage import Storage, cursor
@@ -44,10 +56,6 @@ MAX_STORED = 256
 """Records in one store request."""
 MAX_FOUND = 8192
 """Records in one find answer."""
-MAX_NEAREST = 256
-"""Peers named for one target or record in an answer."""
-MAX_ADDRESSES = 8
-MAX_ADDRESS_CHARS = 256
 CALL_COST = 1.0
 """Units of work (see `DhtConfig.max_work_per_s`) of a call; a record to check is one more."""
 TARGET_COST = 0.25
@@ -69,40 +77,6 @@ _LIES = frozenset(
 )
 """Why an honest holder would have refused a record itself, whatever its settings and age."""
 _PASSING = (CallTimeoutError, ConnectionLostError, RemoteFailureError)
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A key to be found, by somebody who knows something of it.
-
-    Attributes:
-        digest: Of the entries that the asker knows (`swarm.dht.digests`); empty for none.
-        inline_bytes: Entries that are larger together are answered by their digest; 0 for no bound.
-    """
-
-    key: str
-    digest: bytes = b""
-    inline_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A peer's answer for one target: the nearest peers it knows, and what it holds under the key or says of it."""
-
-    nearest: list[PeerNode]
-    copies: list[Copy]
-    told: Told | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A peer's answer for one record."""
-
-    refusal: Refusal
-    record_version: int
-    nearest: list[PeerNode]
-    other: Copy | None = None
-    """Where we are the author: what another process of our identity had written in the record's place."""
 
 
 class Protocol:
@@ -192,11 +166,11 @@ class Protocol:
             SwarmError: The call failed, or the answer is malformed.
         """
         asked_s = self._runtime.clock.time()
-        answer = await self._find(node, [_target(target) for target in targets], count)
+        answer = await self._find(node, [to_target(target) for target in targets], count)
         contacts = self._hints(answer.contacts)
         result = []
         for target, found in zip(targets, answer.found, strict=True):
-            nearest = _pick(contacts, found.nearest[:count])
+            nearest = pick(contacts, found.nearest[:count])
             if not isinstance(target, Want):
                 result.append(Found(nearest, []))
             elif found.digest:
@@ -241,7 +215,7 @@ class Protocol:
             raise MalformedFrameError(
                 f"A find answer has more than {MAX_FOUND} records or {MAX_NEAREST} nearest peers."
             )
-        _check_contacts(answer.contacts, len(targets))
+        check_contacts(answer.contacts, len(targets))
         return answer
 
     async def store(self, node: PeerNode, copies: Sequence[Copy], count: int = 0) -> list[Stored]:
@@ -263,14 +237,14 @@ class Protocol:
                 raise MalformedFrameError(f"A store answer has {len(answer.results)} parts for {len(batch)} records.")
             if any(len(part.nearest) > MAX_NEAREST for part in answer.results):
                 raise MalformedFrameError(f"A store answer has more than {MAX_NEAREST} nearest peers.")
-            _check_contacts(answer.contacts, len(batch))
+            check_contacts(answer.contacts, len(batch))
             contacts = self._hints(answer.contacts)
             for part, copy in zip(answer.results, batch, strict=True):
                 other = await self._copies([part.other], copy.record.key, node, now_s) if part.HasField("other") else []
                 refusal = _REFUSALS.get(part.status, Refusal.MALFORMED)
                 if refusal is not Refusal.NONE:
                     self._runtime.emit(RecordRefused(reason=refusal.reason, sender=str(node.contact.peer_id)))
-                nearest = _pick(contacts, part.nearest[:count])
+                nearest = pick(contacts, part.nearest[:count])
                 result.append(Stored(refusal, part.record_version, nearest, other[0] if other else None))
         return result
 
@@ -321,12 +295,12 @@ class Protocol:
             raise MalformedFrameError(f"More than {MAX_TARGETS} targets in one find request.")
         await self._accept(context, request.sender, CALL_COST + TARGET_COST * len(request.targets))
         count = min(request.count, self._config.bucket_size)
-        contacts = _Contacts()
+        contacts = Contacts()
         found = []
         now_s = self._runtime.clock.time()
         budget = self._budget_bytes
         for target in request.targets:
-            position = _position(target)
+            position = position_in(target)
             near = self._book.table.nearest(int.from_bytes(position, "big"), count, context.peer_id.digest[:ID_BYTES])
             part = pb.DhtFound(nearest=contacts.add(near))
             if target.key:
@@ -361,7 +335,7 @@ class Protocol:
             raise MalformedFrameError(f"More than {MAX_STORED} records in one store request.")
         await self._accept(context, request.sender, CALL_COST + len(request.records))
         count = min(request.count, self._config.bucket_size)
-        contacts = _Contacts()
+        contacts = Contacts()
         results = []
         sender = str(context.peer_id)
         budget = self._budget_bytes
@@ -439,7 +413,7 @@ class Protocol:
         """Candidates for contacts in an answer, none for those that are malformed or failed lately."""
         result: list[PeerNode | None] = []
         for message in messages:
-            contact = _contact(message.peer_id, message.addresses)
+            contact = to_contact(message.peer_id, message.addresses)
             hints = [] if contact is None else self._book.hints([contact])
             result.append(hints[0] if hints else None)
         return result
@@ -452,7 +426,7 @@ class Protocol:
             if self.flood.may_tell(context.peer_id):
                 self._runtime.emit(PeerThrottled(peer=str(context.peer_id), reason=error.message))
             raise
-        contact = _contact(context.peer_id.digest, addresses)
+        contact = to_contact(context.peer_id.digest, addresses)
         if contact is None:
             raise MalformedFrameError(
                 f"A caller has at most {MAX_ADDRESSES} addresses of {MAX_ADDRESS_CHARS} characters."
@@ -495,60 +469,3 @@ class Protocol:
         head = self._book.seen(contact)
         if head is not None:
             self._to_ping[head.contact.peer_id] = head
-
-
-class _Contacts:
-    """The contact table of an answer: each contact travels once."""
-
-    def __init__(self) -> None:
-        self.messages: list[pb.DhtContact] = []
-        self._index: dict[bytes, int] = {}
-
-    def add(self, nodes: Sequence[PeerNode]) -> list[int]:
-        indices = []
-        for node in nodes:
-            index = self._index.setdefault(node.id, len(self.messages))
-            if index == len(self.messages):
-                contact = node.contact
-                self.messages.append(pb.DhtContact(peer_id=contact.peer_id.digest, addresses=contact.addresses))
-            indices.append(index)
-        return indices
-
-
-def _contact(peer_id: bytes, addresses: Sequence[str]) -> Contact | None:
-    """The contact that a message names; none if it is malformed."""
-    if len(peer_id) != 32 or len(addresses) > MAX_ADDRESSES:
-        return None
-    for address in addresses:
-        if len(address) > MAX_ADDRESS_CHARS:
-            return None
-    return _interned(peer_id, tuple(addresses))
-
-
-@lru_cache(maxsize=8192)
-def _interned(peer_id: bytes, addresses: tuple[str, ...]) -> Contact:
-    """One object for each contact, however many answers name it."""
-    return Contact(PeerId(peer_id), addresses)
-
-
-def _check_contacts(contacts: Sequence[pb.DhtContact], parts: int) -> None:
-    if len(contacts) > MAX_NEAREST * parts:
-        raise MalformedFrameError(f"An answer of {parts} parts names {len(contacts)} peers.")
-
-
-def _target(target: bytes | Want) -> pb.DhtTarget:
-    if isinstance(target, Want):
-        return pb.DhtTarget(key=target.key, digest=target.digest, inline_bytes=target.inline_bytes)
-    return pb.DhtTarget(position=target)
-
-
-def _position(target: pb.DhtTarget) -> bytes:
-    if target.key and not target.position and len(target.key.encode()) <= MAX_NAME_BYTES:
-        return position_of(target.key)
-    if len(target.position) != ID_BYTES or target.key:
-        raise MalformedFrameError("A target is either a key or a position of 20 bytes.")
-    return bytes(target.position)
-
-
-def _pick(contacts: list[PeerNode | None], indices: Sequence[int]) -> list[PeerNode]:
-    return [node for i in indices if i < len(contacts) and (node := contacts[i]) is not None]
