@@ -33,10 +33,6 @@ ENDED_KEPT = 4096
 """Entries remembered that most of their replicas have seen end."""
 SHORTEST_S = 0.001
 """What has less of its lifetime left is not worth sending."""
-VERIFY_AT_ONCE = 8
-"""Claims of callers about where they are that are verified at a time because they matter."""
-VERIFY_A_ROUND = 2
-"""Further ones that are verified in a round of upkeep: a connection costs more than a call."""
 SPARE_CONTACTS = 3
 """Contacts asked for beyond `replication`, against dead ones among them."""
 
@@ -103,28 +99,8 @@ class Operations:
         self.stats = DhtStats()
         self._ended: OrderedDict[PlaceId, int] = OrderedDict()
         self._witness = Witness()
-        self._verifying = 0
-        protocol.on_claim = self._on_claim
-
-    # Where callers are
-
-    def _on_claim(self, contact: Contact) -> asyncio.Task[None] | None:
-        if self._verifying >= VERIFY_AT_ONCE or not self.book.matters(contact):
-            return None
-        self.protocol.claims.begin(contact.peer_id)
-        return self.driver.spawn(self._verify(contact), "dht-verify")
-
-    async def _verify(self, contact: Contact) -> None:
-        self._verifying += 1
-        try:
-            await self.protocol.verify(contact)
-        finally:
-            self._verifying -= 1
-
-    async def verify_claims(self) -> None:
-        """Dial some of those who called us and for whom the table has a place."""
-        contacts = self.protocol.claims.take(VERIFY_A_ROUND, lambda c: self.book.table.wants(PeerNode(c)))
-        await asyncio.gather(*(self._verify(contact) for contact in contacts))
+        callers = protocol.callers
+        callers.spawn = lambda contact: driver.spawn(callers.verify(contact), "dht-verify")
 
     # Searching
 

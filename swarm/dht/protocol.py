@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from swarm.config import DhtConfig
-from swarm.dht.claims import Claims
+from swarm.dht.callers import Callers
 from swarm.dht.digests import DIGEST_BYTES, digest_of
-from swarm.dht.events import ContactDropped, PeerThrottled, RecordEvicted, RecordRefused
-from swarm.dht.flood import FloodGuard
+from swarm.dht.events import ContactDropped, RecordEvicted, RecordRefused
 from swarm.dht.messages import (
-    MAX_ADDRESS_CHARS,
-    MAX_ADDRESSES,
     MAX_NEAREST,
     Contacts,
     Found,
@@ -40,8 +36,7 @@ from swarm.errors import (
     RemoteFailureError,
     SwarmError,
 )
-from swarm.identity import PeerId
-from swarm.net.transport import CallContext, Contact, Request, Response, Transport, UnaryMethod
+from swarm.net.transport import CallContext, Request, Response, Transport, UnaryMethod
 from swarm.pb import dht_pb2 as pb
 from swarm.roles import ALL_ROLES, Role
 from swarm.runtime import Runtime
@@ -64,8 +59,6 @@ LIFETIME_BYTES = 5
 TRANSIT_S = 0.5
 TRANSIT_SHARE = 0.05
 """What a record that is passed on loses of its lifetime: so many seconds, at most this part of what is left."""
-SETTLE_FRACTION = 0.1
-"""A small network's peers answer a new one once they have dialled it, or after this part of the call timeout."""
 MAX_PAGES = 256
 """Pages of one key that a reader takes from one holder."""
 INLINE_CHECKS = 3
@@ -99,12 +92,7 @@ class Protocol:
         self._book = book
         self._storage = storage
         self._budget_bytes = transport.config.transport.max_control_bytes * 3 // 4
-        self._to_ping: dict[PeerId, PeerNode] = {}
-        self.claims = Claims(config.maintenance_s, runtime.clock.time)
-        self.flood = FloodGuard(config.max_work_per_s, runtime.clock)
-        self.on_claim: Callable[[Contact], asyncio.Task[None] | None] | None = None
-        """Called with a claim (see `swarm.dht.claims`) that has just come and may be verified; returns the task that
-        does so, if it is done now."""
+        self.callers = Callers(transport, config, runtime, book)
         self.schemas = Schemas()
         self.checker = Checker(transport.run_id, config.max_body_bytes, self.schemas.check)
         storage.on_evicted = self._evicted
@@ -131,12 +119,6 @@ class Protocol:
     def _evicted(self, copy: Copy, bound: str) -> None:
         reason = f"the storage's bound on {bound} is reached"
         self._runtime.emit(RecordEvicted(key=copy.record.key, author=str(copy.record.author_id), reason=reason))
-
-    def take_pings(self) -> list[PeerNode]:
-        """Nodes of full buckets that new peers wait to replace; they should be pinged."""
-        nodes = list(self._to_ping.values())
-        self._to_ping.clear()
-        return nodes
 
     # Calling
 
@@ -281,19 +263,19 @@ class Protocol:
                 if self._book.failed(contact, surely=quick and not isinstance(error, _PASSING)):
                     self._runtime.emit(ContactDropped(peer=str(contact.peer_id), reason=str(error)))
             raise
-        self._reached(contact)
+        self.callers.answered(contact.peer_id)
         return answer
 
     # Answering
 
     async def _on_ping(self, context: CallContext, request: pb.DhtPingRequest) -> pb.DhtPingResponse:
-        await self._accept(context, request.sender, CALL_COST)
+        await self.callers.accept(context, request.sender, CALL_COST)
         return pb.DhtPingResponse()
 
     async def _on_find(self, context: CallContext, request: pb.DhtFindRequest) -> pb.DhtFindResponse:
         if len(request.targets) > MAX_TARGETS:
             raise MalformedFrameError(f"More than {MAX_TARGETS} targets in one find request.")
-        await self._accept(context, request.sender, CALL_COST + TARGET_COST * len(request.targets))
+        await self.callers.accept(context, request.sender, CALL_COST + TARGET_COST * len(request.targets))
         count = min(request.count, self._config.bucket_size)
         contacts = Contacts()
         found = []
@@ -333,7 +315,7 @@ class Protocol:
     async def _on_store(self, context: CallContext, request: pb.DhtStoreRequest) -> pb.DhtStoreResponse:
         if len(request.records) > MAX_STORED:
             raise MalformedFrameError(f"More than {MAX_STORED} records in one store request.")
-        await self._accept(context, request.sender, CALL_COST + len(request.records))
+        await self.callers.accept(context, request.sender, CALL_COST + len(request.records))
         count = min(request.count, self._config.bucket_size)
         contacts = Contacts()
         results = []
@@ -417,55 +399,3 @@ class Protocol:
             hints = [] if contact is None else self._book.hints([contact])
             result.append(hints[0] if hints else None)
         return result
-
-    async def _accept(self, context: CallContext, addresses: Sequence[str], cost: float) -> None:
-        """Account for a call, and note where its caller says that it is."""
-        try:
-            self.flood.take(context.peer_id, cost)
-        except RateLimitedError as error:
-            if self.flood.may_tell(context.peer_id):
-                self._runtime.emit(PeerThrottled(peer=str(context.peer_id), reason=error.message))
-            raise
-        contact = to_contact(context.peer_id.digest, addresses)
-        if contact is None:
-            raise MalformedFrameError(
-                f"A caller has at most {MAX_ADDRESSES} addresses of {MAX_ADDRESS_CHARS} characters."
-            )
-        if self._book.called(contact):
-            return
-        reached = self._transport.reached(contact.peer_id)
-        if reached is not None and set(contact.addresses) <= set(reached.addresses):
-            self._seen(reached)
-        elif self.claims.add(contact) and self.on_claim is not None:
-            verifying = self.on_claim(contact)
-            if verifying is not None and self._book.table.complete:
-                # whoever knows all peers is relied on to name them: the next one to join may ask at once
-                await asyncio.wait([verifying], timeout=SETTLE_FRACTION * self._config.call_timeout_s)
-
-    async def verify(self, contact: Contact) -> bool:
-        """Dial a peer at the addresses that it claims; whether it answers at one of them."""
-        patience_s = self._config.call_timeout_s + self._transport.config.transport.connect_timeout_s
-        try:
-            async with asyncio.timeout(patience_s):
-                for address in contact.addresses:
-                    try:
-                        await self._transport.dial(address, contact.peer_id)
-                    except SwarmError:
-                        continue  # it may be at the next one
-                    self._reached(contact)
-                    return True
-        except TimeoutError:
-            pass  # the same as not being there
-        return False
-
-    def _reached(self, contact: Contact) -> None:
-        """A peer has answered. What counts is where we had dialled it and what it then said of itself, not who told us
-        what about it."""
-        reached = self._transport.reached(contact.peer_id)
-        if reached is not None:
-            self._seen(Contact(reached.peer_id, reached.addresses[:MAX_ADDRESSES]))
-
-    def _seen(self, contact: Contact) -> None:
-        head = self._book.seen(contact)
-        if head is not None:
-            self._to_ping[head.contact.peer_id] = head

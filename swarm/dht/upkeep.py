@@ -86,7 +86,7 @@ class Upkeep:
         self._note_loneliness()
         await self._recall()
         await self._check_neighbours()
-        await self._do.verify_claims()
+        await self._do.protocol.callers.verify_some()
         if self._rounds % MEET_ROUNDS == 0:
             await self.join()
         else:
@@ -119,7 +119,7 @@ class Upkeep:
     async def _check_neighbours(self) -> None:
         """Ping those that share records with us and the heads of buckets, if they have been silent for a round."""
         silent_since_s = self._do.runtime.clock.time() - self._do.config.maintenance_s
-        nodes = {node.id: node for node in self._do.protocol.take_pings()}
+        nodes = {node.id: node for node in self._do.protocol.callers.take_pings()}
         for key in self._do.storage.held_keys():
             nodes.update({node.id: node for node in self._handover.nearest(key) if node is not self._book.me})
         for bucket in self._book.table.buckets:

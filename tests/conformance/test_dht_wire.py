@@ -184,7 +184,7 @@ def test_whoever_claims_ever_new_addresses_does_not_make_us_dial_them_all(memory
             await liar.transport.call(host.contact, PING, pb.DhtPingRequest(sender=sender), timeout_s=5.0)
         assert dialled <= 4
         assert [c.peer_id for c in host.dht.peers()] == [victim.peer_id]
-        assert len(host.dht._do.protocol.claims) <= MAX_CLAIMS
+        assert len(host.dht._do.protocol.callers.claims) <= MAX_CLAIMS
 
     memory_world.run(main)
 
@@ -220,7 +220,7 @@ def test_a_flooding_peer_is_limited_and_counted_and_nobody_else_is(world: World)
         for _ in range(2):
             with pytest.raises(RateLimitedError):
                 await flooder.transport.call(host.contact, STORE, request, timeout_s=5.0)
-        assert host.dht._do.protocol.flood.refused == 2
+        assert host.dht._do.protocol.callers.flood.refused == 2
         assert host.runtime.events.count(PeerThrottled) == 1
         await other.transport.call(host.contact, STORE, request, timeout_s=5.0)
         await flooder.transport.call(host.contact, PING, pb.DhtPingRequest(), timeout_s=5.0)  # what it may still do
