@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from swarm.config import PeerConfig
 from swarm.identity import KeyPair
 from swarm.net.loop import loop_thread
-from swarm.net.memory import MemoryNetwork, MemoryTransport
+from swarm.net.memory import MemoryTransport
+from swarm.net.memory_network import MemoryNetwork
 from swarm.net.security import Authorizer, OpenAuthorizer
 from swarm.net.transport import Contact, Transport
 from swarm.roles import ALL_ROLES, Role

@@ -15,7 +15,8 @@ from swarm.net.sessions import Session
 from swarm.net.transport import ByteStream
 
 if TYPE_CHECKING:
-    from swarm.net.memory import MemoryNetwork, MemoryTransport
+    from swarm.net.memory import MemoryTransport
+    from swarm.net.memory_network import MemoryNetwork
 
 STREAM_WINDOW_BYTES = 4 * MIB
 _CONTROL_BYTES = 0

@@ -26,7 +26,8 @@ from swarm.dht.node import Dht
 from swarm.endpoint import Endpoint
 from swarm.errors import BootstrapError, SwarmError
 from swarm.identity import KeyPair, PeerId
-from swarm.net.memory import MemoryNetwork, MemoryTransport
+from swarm.net.memory import MemoryTransport
+from swarm.net.memory_network import MemoryNetwork
 from swarm.net.security import OpenAuthorizer
 from swarm.net.transport import Contact, Transport
 from swarm.roles import ALL_ROLES
