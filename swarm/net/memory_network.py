@@ -1,4 +1,4 @@
-"""What connects the peers of one process: who listens where, how long messages take, which are lost, who is frozen or dead.
+"""What connects the peers of one process: who listens where, how long messages take, which are lost, who is dead.
 
 Latency, loss, partitions, frozen and killed peers are hooks of `MemoryNetwork`; the digest of everything that was sent
 tells whether two runs were the same.
