@@ -68,7 +68,6 @@ class Matchmaker:
         random_order: bool = False,
         barred: Callable[[PeerId], str] = lambda _: "",
     ) -> None:
-        self.key = key
         self.me = me
         self.timing = timing
         self.phase = Phase.IDLE
@@ -135,13 +134,15 @@ class Matchmaker:
             case SealAnswered(peer, nonce, accepted, reason):
                 return self._seal_answered(peer, nonce, accepted, reason, now)
             case Committed(nonce):
-                if self._search is not None and self.pledged_nonce == nonce:
-                    return [self._conclude_group(self._search)]
-                return []
+                pledged = self._search if self.pledged_nonce == nonce else None
+                return [self._conclude_group(pledged)] if pledged else []
             case Released(peer, redirect):
                 return self._released(peer, redirect, now)
             case GiveUp(reason):
-                return self._give_up(reason)
+                if self._search is None:
+                    return []
+                self._search.lost = reason
+                return self._conclude_without(self._search)
             case Tick():
                 return self._tick(now)
 
@@ -164,7 +165,7 @@ class Matchmaker:
         if now >= search.closes_at:
             self._view.missed(search)
             return self._send_seal(search, now) if search.sealable else self._conclude_without(search)
-        if self._settled(search, now) and not search.followers and search.asking is None:
+        if search.settled(now, self.timing) and not search.followers and search.asking is None:
             reachable = [p for p in self._view.expected(search) if p not in search.failed]
             if not reachable and search.mismatch is None:
                 return self._conclude_without(search)
@@ -175,11 +176,7 @@ class Matchmaker:
             return False
         if search.full:
             return search.asking is None or now >= search.asked_at + self.timing.patience_when_full_s
-        return search.asking is None and self._view.complete(search, settled=self._settled(search, now))
-
-    def _settled(self, search: Search, now: float) -> bool:
-        """Whether everybody who looks had time to tell us."""
-        return now >= search.begun_at + self.timing.settle_s
+        return search.asking is None and self._view.complete(search, settled=search.settled(now, self.timing))
 
     def _ask_next(self, search: Search, now: float) -> list[Instruction]:
         if search.asking is not None:
@@ -194,10 +191,8 @@ class Matchmaker:
 
     def _nudge(self) -> list[Instruction]:
         """Tell those that could follow us that we look: else a peer between two rounds would not know."""
-        search = self._search
-        if search is None or self.phase is not Phase.LOOKING:
-            return []
-        return [Nudge(peer) for peer in self._view.nudges(search)]
+        looking = self._search if self.phase is Phase.LOOKING else None
+        return [Nudge(peer) for peer in self._view.nudges(looking)] if looking else []
 
     def _asked(self, event: JoinAsked, now: float) -> AnswerJoin:
         peer, search = event.member.peer_id, self._search
@@ -389,13 +384,6 @@ class Matchmaker:
             search.asking, search.asked_at = leader, now
             return [AskJoin(leader)]
         return []
-
-    def _give_up(self, reason: str) -> list[Instruction]:
-        search = self._search
-        if search is None:
-            return []
-        search.lost = reason
-        return self._conclude_without(search)
 
     def _conclude_group(self, search: Search) -> Concluded:
         assert search.seal is not None

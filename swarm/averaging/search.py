@@ -80,6 +80,10 @@ class Search:
         reduces = not self.terms.sends_only or any(not f.asked.sends_only for f in self.followers.values())
         return self.size >= self.terms.min_group and reduces
 
+    def settled(self, now: float, timing: Timing) -> bool:
+        """Whether everybody who looks had time to tell us."""
+        return now >= self.begun_at + timing.settle_s
+
     def wake_at(self, phase: Phase, timing: Timing) -> float:
         """When time alone changes something."""
         if phase is Phase.FOLLOWING:
