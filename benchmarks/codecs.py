@@ -29,10 +29,12 @@ def measure(work: Callable[[], object], clock: Callable[[], float]) -> float:
     for _ in range(WARM_UP):
         work()
     seconds: list[float] = []
-    while len(seconds) < LEAST_REPETITIONS or sum(seconds) < LEAST_S:
+    spent = 0.0
+    while len(seconds) < LEAST_REPETITIONS or spent < LEAST_S:
         begun = clock()
         work()
         seconds.append(clock() - begun)
+        spent += seconds[-1]
     return statistics.median(seconds)
 
 
