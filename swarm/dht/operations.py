@@ -317,7 +317,7 @@ class Operations:
     async def _repair(
         self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]], holders: Counter[tuple[PlaceId, int]]
     ) -> None:
-        """Offer copies to replicas that lack them. What most of a key's replicas have seen end has ended.
+        """Offer copies to replicas that lack them. What more of a key's replicas have seen end than show it has ended.
 
         Args:
             lacking: Replicas, each with what it lacks.
@@ -334,7 +334,7 @@ class Operations:
                 return  # the protocol has told the address book; upkeep finds another holder
             for copy, answer in zip(alive, answers, strict=True):
                 record = copy.record
-                if answer.refusal is Refusal.OUTDATED and answer.record_version == record.record_version:
+                if answer.refusal is Refusal.OUTDATED and answer.record_version >= record.record_version:
                     refused[record.place_id, record.record_version] += 1
 
         others = [(node, copies) for node, copies in lacking if node is not self.book.me]
@@ -343,7 +343,7 @@ class Operations:
             if node is self.book.me:
                 self._hold(copies, {copy.record.place_id: Placed() for copy in copies})
         for (place_id, version), votes in refused.items():
-            if votes > max(holders[place_id, version], self.config.replication // 2):
+            if votes > max(holders[place_id, version], 1):  # one alone could end whatever one other shows
                 self._ended[place_id] = version
                 self._ended.move_to_end(place_id)
         while len(self._ended) > ENDED_KEPT:
@@ -353,7 +353,8 @@ class Operations:
         return {
             entry_id: copy
             for entry_id, copy in entries.items()
-            if copy.record.record_version > self._ended.get(copy.record.place_id, 0)
+            if copy.record.record_version
+            > max(self._ended.get(copy.record.place_id, 0), self.storage.floor(*copy.record.place_id))
         }
 
     async def give(self, node: PeerNode, copies: Sequence[Copy]) -> bool:
