@@ -267,7 +267,7 @@ class DhtError(SwarmError):
 
 
 class RecordRefusedError(DhtError):
-    """A record was refused: too large, badly signed, outdated, expired or over a quota.
+    """A record was refused: too large, badly signed, outdated, expired, over a quota, or not what its key is for.
 
     Attributes:
         reason: One word for counting.
