@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinGroupRequest(_message.Message):
-    __slots__ = ("key", "schema_hash", "weight", "addresses", "patience_s", "cell", "sends_only", "enters_in_s", "measured")
+    __slots__ = ("key", "schema_hash", "weight", "addresses", "patience_s", "cell", "sends_only", "enters_in_s", "measured", "turn")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class JoinGroupRequest(_message.Message):
     SENDS_ONLY_FIELD_NUMBER: _ClassVar[int]
     ENTERS_IN_S_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     key: str
     schema_hash: bytes
     weight: float
@@ -26,7 +27,8 @@ class JoinGroupRequest(_message.Message):
     sends_only: bool
     enters_in_s: float
     measured: _containers.RepeatedCompositeFieldContainer[MeasuredRate]
-    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., weight: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., patience_s: _Optional[float] = ..., cell: _Optional[str] = ..., sends_only: bool = ..., enters_in_s: _Optional[float] = ..., measured: _Optional[_Iterable[_Union[MeasuredRate, _Mapping]]] = ...) -> None: ...
+    turn: int
+    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., weight: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., patience_s: _Optional[float] = ..., cell: _Optional[str] = ..., sends_only: bool = ..., enters_in_s: _Optional[float] = ..., measured: _Optional[_Iterable[_Union[MeasuredRate, _Mapping]]] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class MeasuredRate(_message.Message):
     __slots__ = ("peer_id", "up", "down")
@@ -39,7 +41,7 @@ class MeasuredRate(_message.Message):
     def __init__(self, peer_id: _Optional[bytes] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
 
 class JoinGroupResponse(_message.Message):
-    __slots__ = ("verdict", "seal_within_s", "leader", "leader_addresses", "schema_hash", "reason")
+    __slots__ = ("verdict", "seal_within_s", "leader", "leader_addresses", "schema_hash", "reason", "turn")
     class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         VERDICT_UNSPECIFIED: _ClassVar[JoinGroupResponse.Verdict]
@@ -66,13 +68,15 @@ class JoinGroupResponse(_message.Message):
     LEADER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     verdict: JoinGroupResponse.Verdict
     seal_within_s: float
     leader: bytes
     leader_addresses: _containers.RepeatedScalarFieldContainer[str]
     schema_hash: bytes
     reason: str
-    def __init__(self, verdict: _Optional[_Union[JoinGroupResponse.Verdict, str]] = ..., seal_within_s: _Optional[float] = ..., leader: _Optional[bytes] = ..., leader_addresses: _Optional[_Iterable[str]] = ..., schema_hash: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+    turn: int
+    def __init__(self, verdict: _Optional[_Union[JoinGroupResponse.Verdict, str]] = ..., seal_within_s: _Optional[float] = ..., leader: _Optional[bytes] = ..., leader_addresses: _Optional[_Iterable[str]] = ..., schema_hash: _Optional[bytes] = ..., reason: _Optional[str] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class GroupMember(_message.Message):
     __slots__ = ("peer_id", "addresses", "weight", "part")
@@ -137,6 +141,48 @@ class ExchangeHello(_message.Message):
     chunks: int
     weight: float
     def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class ShareHello(_message.Message):
+    __slots__ = ("key", "schema_hash", "incarnation", "number", "settled_below", "weight", "chunks")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_BELOW_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    schema_hash: bytes
+    incarnation: bytes
+    number: int
+    settled_below: int
+    weight: float
+    chunks: int
+    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., incarnation: _Optional[bytes] = ..., number: _Optional[int] = ..., settled_below: _Optional[int] = ..., weight: _Optional[float] = ..., chunks: _Optional[int] = ...) -> None: ...
+
+class ShareAnswer(_message.Message):
+    __slots__ = ("taken", "reason")
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    taken: bool
+    reason: str
+    def __init__(self, taken: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ShareFateRequest(_message.Message):
+    __slots__ = ("key", "incarnation", "number")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    incarnation: bytes
+    number: int
+    def __init__(self, key: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
+
+class ShareFateResponse(_message.Message):
+    __slots__ = ("taken",)
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    taken: bool
+    def __init__(self, taken: bool = ...) -> None: ...
 
 class AveragingAck(_message.Message):
     __slots__ = ()
