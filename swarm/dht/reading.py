@@ -96,10 +96,10 @@ class Read(Lookup):
 
     @property
     def done(self) -> bool:
-        return super().done and not (not self.merged and self._awaited())
+        return super().done and not (self._awaited() and self._disputed())
 
     def _awaited(self) -> bool:
-        """Whether a slow peer could still show that the key is not empty: it is one of the nearest."""
+        """Whether there is a slow peer among the nearest."""
         window = self.window()
         reach = window[-1].long_id ^ self.target if window else 0
         near = (node for distance, node in self._candidates.heap if distance < reach)
@@ -215,10 +215,20 @@ class Read(Lookup):
     def holders(self) -> Counter[tuple[PlaceId, int]]:
         """How many others show each statement."""
         shown: Counter[tuple[PlaceId, int]] = Counter()
-        for peer, reply in self._replies.items():
-            if peer != self._me.id:
-                shown.update((copy.record.place_id, copy.record.record_version) for copy in reply.values())
+        for reply in self._heard():
+            shown.update((copy.record.place_id, copy.record.record_version) for copy in reply.values())
         return shown
+
+    def _heard(self) -> list[dict[EntryId, Copy]]:
+        """What the nearest others hold, of those that have answered."""
+        near = (node.id for node in self.window() if self.state(node) is State.ANSWERED)
+        return [self._replies.get(node_id, {}) for node_id in near if node_id != self._me.id]
+
+    def _disputed(self) -> bool:
+        """Whether the nearest hold nothing, or not the same entries: then a slow one of them may decide."""
+        heard = self._heard()
+        entries = [entry_id for entry_id in self.merged if entry_id not in self._authored]
+        return not self.merged or any(entry_id not in reply for reply in heard for entry_id in entries)
 
     def doubtful(self) -> list[EntryId]:
         """Entries, not our own, that most replicas do not have: they may not have them yet, or have seen them end."""
