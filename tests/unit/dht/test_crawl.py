@@ -213,17 +213,3 @@ def test_one_subnet_does_not_make_up_all_the_nearest_while_there_are_others() ->
     assert ids == [1, 2, 100, 101, 102]
     assert MAX_NEAR_PER_SUBNET == 2
     assert [n.long_id for n in Lookup(0, 5, crowd).window()] == [1, 2, 3, 4, 5]
-
-
-def test_a_disputed_read_waits_for_a_slow_peer_that_is_one_of_the_nearest() -> None:
-    nodes = [node(1), node(2), node(3), node(9)]
-    reading = Read("key", 0, 2, nodes, me=node(2**159), own=[], authored=[], agreement=2)
-    near, two = reading.next(2)
-    reading.slow(near)
-    reading.reply(two, [copy()], [])
-    (three,) = reading.next(2)
-    reading.reply(three, [], [])
-    assert not reading.done
-    reading.reply(near, [], [])
-    assert reading.done
-    assert sum(reading.holders().values()) == 1

@@ -260,3 +260,17 @@ def test_an_empty_read_waits_for_a_slow_peer_that_is_one_of_the_nearest() -> Non
     reading.reply(near, [copy()], [])
     assert reading.done
     assert len(reading.result()) == 1
+
+
+def test_a_disputed_read_waits_for_a_slow_peer_that_is_one_of_the_nearest() -> None:
+    nodes = [node(1), node(2), node(3), node(9)]
+    reading = Read("key", 0, 2, nodes, me=node(2**159), own=[], authored=[], agreement=2)
+    near, two = reading.next(2)
+    reading.slow(near)
+    reading.reply(two, [copy()], [])
+    (three,) = reading.next(2)
+    reading.reply(three, [], [])
+    assert not reading.done
+    reading.reply(near, [], [])
+    assert reading.done
+    assert sum(reading.holders().values()) == 1
