@@ -23,7 +23,7 @@ from swarm.dht.records import Copy, Refusal, position_of, refused
 from swarm.identity import PeerId
 
 ENTRY_BYTES = 2560
-"""What an entry counts in our books beside its body and names (measured: 2,490, each with a key and author of its own)."""
+"""What an entry counts in our books beside body and names (measured: 2,490, each with its own key and author)."""
 LIGHT_SHARE = 1024
 """Who uses less than this part of the storage is not made to give way as the heaviest."""
 _AFTER_SUBKEYS = b"\xff"
