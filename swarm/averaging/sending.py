@@ -165,9 +165,8 @@ class PartClient:
         shared, part = self._shared, self._part
         chunk = part.chunks[index]
         codec, dtype = shared.codec(chunk), shared.vector.segments[chunk.segment].dtype
-        if codec.is_copy:
-            values = peek(payload).view(dtype)
-        else:
+        values = codec.elements(peek(payload), dtype)
+        if values is None:
             values = torch.empty(chunk.numel, dtype=dtype)
             codec.decode_into(peek(payload), values)
         if not is_finite(values):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarm.errors import UnsupportedDtypeError
 from swarm.tensors.codecs import NONE, Codec
-from swarm.tensors.memory import allocate
+from swarm.tensors.memory import allocate, keep_freed_memory
 from swarm.tensors.schema import TensorMeta
 
 MIN_CHUNK_ELEMENTS = 64 * 1024
@@ -97,6 +97,7 @@ class FlatVector:
         if over is None:
             self._pieces = [[(0, allocate(s.numel * s.dtype.itemsize).view(s.dtype))] for s in self.segments]
         else:
+            keep_freed_memory()  # for the chunks
             self._pieces = [[] for _ in self.segments]
             for (index, offset), tensor in zip(self._places, over, strict=True):
                 if tensor.numel():

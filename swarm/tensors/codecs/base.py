@@ -113,6 +113,13 @@ class Codec(ABC):
             MalformedFrameError: Not the size of `acc`, or no encoder writes such bytes. `acc` is as it was.
         """
 
+    def elements(self, encoded: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Encoded bytes (of whole elements, of the right size) as a view of elements that `copy_` alone decodes.
+
+        None where it takes more than that.
+        """
+        return None
+
     def decode(self, buffer: bytes | bytearray | memoryview, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Decode a whole tensor into memory of its own.
 

@@ -54,6 +54,9 @@ class NoneCodec(Codec):
             return tensor.numpy(force=True).data.cast("B")
         return tensor_bytes(host_flat(tensor))
 
+    def elements(self, encoded: Tensor, dtype: torch.dtype) -> Tensor | None:
+        return typed(encoded, dtype)
+
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
         self.check_size(encoded.numel(), out.numel(), out.dtype)
         if out.numel():
@@ -90,6 +93,9 @@ class HalfCodec(Codec):
         if seed is not None and self._dtype == torch.bfloat16 and tensor.dtype.itemsize > self._dtype.itemsize:
             return tensor_bytes(_stochastic_bf16(flat, seed).cpu())
         return tensor_bytes(saturating_cast(flat, self._dtype).cpu())
+
+    def elements(self, encoded: Tensor, dtype: torch.dtype) -> Tensor | None:
+        return None if dtype == torch.float16 != self._dtype else typed(encoded, self._dtype)
 
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
         self.check_size(encoded.numel(), out.numel(), out.dtype)
