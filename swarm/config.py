@@ -170,6 +170,9 @@ class AveragingConfig(_Section):
     then the group goes on without that chunk."""
     chunk_bytes: int = Field(2 * MIB, gt=0)
     """Largest message of an exchange; equal for all peers that average together, and at most what they accept."""
+    share_reclaim_s: float = Field(120.0, gt=0)
+    """Push-sum: a share comes back when its receiver has been silent for so long. Longer than usual outages, since a
+    receiver that had taken it and returns makes it count twice; about equal for all peers that average together."""
     sends_only: bool = False
     """Average without reducing a part for others: for a peer with little upload, or one that others cannot reach."""
 

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal, Protocol, SupportsFloat, overload
+from typing import Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from swarm.averaging.allreduce import choose_codecs, make_feedback
 from swarm.averaging.decisions import Terms
 from swarm.averaging.exchange import Exchange
-from swarm.averaging.gossip import Strategy
+from swarm.averaging.gossip import PushSum, Strategy
+from swarm.averaging.pushing import PushSeat
 from swarm.averaging.rounds import (
     Group,
     ResultsDiverged,
@@ -24,6 +25,7 @@ from swarm.averaging.rounds import (
     RoundDegraded,
     RoundFinished,
     RoundReport,
+    checked_weight,
     describe,
 )
 from swarm.averaging.service import AveragingService, Seat
@@ -95,7 +97,7 @@ class Averager:
         peer: A started peer; its `averaging` service carries the rounds.
         tensors: Float tensors, averaged in place under `no_grad`; all members need the same shapes and dtypes in order.
         key: Who averages with whom.
-        strategy: `AllReduce(...)` or `Gossip(...)`; part of what members must agree on.
+        strategy: `AllReduce(...)`, `Gossip(...)` or `PushSum(...)`; part of what members must agree on.
 
     Raises:
         UsageError: No tensors, tensors that cannot be written in place or whose elements share memory, or this peer
@@ -133,7 +135,7 @@ class Averager:
         """Equal for peers that can be in a group: shapes, dtypes and codecs, kind of strategy, size of messages."""
         self.feedback = make_feedback(strategy.error_feedback, self._vector, self.schema_hash)
         """What lossy codecs left out so far; its `state()` belongs into checkpoints. None without error feedback."""
-        self._seat: Seat | None = None
+        self._seat: Seat | PushSeat | None = None
         self._busy = threading.Lock()
         self._closed = False
         if self._endpoint.loop is not None and not _on_a_loop():
@@ -174,7 +176,10 @@ class Averager:
         """Announce this peer under the key. The first round does it too."""
         self._check_open()
         if self._seat is None:
-            self._seat = await self._service.open(self.key, self.strategy)
+            if isinstance(self.strategy, PushSum):
+                self._seat = await self._service.open_push(self.key, self.strategy, self._vector, self.schema_hash)
+            else:
+                self._seat = await self._service.open(self.key, self.strategy)
 
     @overload
     def step(self, weight: float = 1.0, wait: Literal[True] = True, timeout_s: float | None = None) -> Round: ...
@@ -186,7 +191,7 @@ class Averager:
         """Run one round. What others do never raises: see `Round.outcome` and `Round.degraded`.
 
         Args:
-            weight: Of this peer's values in the mean, usually samples or steps; 0 only receives.
+            weight: Of this peer's values in the mean, usually samples or steps; 0 only receives. Not with `PushSum`.
             wait: Block, then write averages into the tensors. False: return a `RoundHandle` at once.
             timeout_s: Cap of the search for a group; the configured window applies below it.
 
@@ -262,11 +267,11 @@ class Averager:
             await self.open()
         except ClosedError:
             return False  # closed since the call
-        assert self._seat is not None
-        return self._seat.prepare(self._terms(weight), at_s)
+        return isinstance(self._seat, Seat) and self._seat.prepare(self._terms(weight), at_s)
 
     def _terms(self, weight: float) -> Terms:
         strategy = self.strategy
+        assert not isinstance(strategy, PushSum), "push-sum has no groups"
         return Terms(self.schema_hash, weight, self._vector.numel, strategy.min_group, strategy.max_group)
 
     def _check_open(self) -> None:
@@ -299,6 +304,10 @@ class Averager:
         weight = checked_weight(weight)
         await self.open()
         seat = self._seat
+        if isinstance(seat, PushSeat):
+            result = await seat.round(vector)
+            self._tell(result, RoundReport())
+            return result
         assert seat is not None
         clock, config = self._endpoint.runtime.clock, self._endpoint.config
         begun, report = clock.time(), RoundReport()
@@ -359,9 +368,17 @@ class Averager:
         )
 
     async def aclose(self) -> None:
-        """Withdraw the announcement. Idempotent; a running round ends first in its own time."""
+        """Withdraw the announcement. Idempotent; a running round ends first in its own time.
+
+        With push-sum everything that this peer holds goes to another one, within twice `chunk_timeout_s`.
+        """
         if not self._closed:
             self._closed = True
+            if isinstance(self._seat, PushSeat) and self._busy.acquire(blocking=False):
+                try:
+                    await self._seat.hand_over(self._to_average(blocking=True))
+                finally:
+                    self._busy.release()
             if self._seat is not None:
                 await self._service.shut(self.key)
 
@@ -371,19 +388,6 @@ class Averager:
             self._closed = True  # the announcement went with the peer
         if not self._closed:
             self._endpoint.run_sync(self.aclose())
-
-
-def checked_weight(weight: SupportsFloat) -> float:
-    """The weight as a float. Raises `UsageError` unless it is a finite number that is not negative."""
-    fix = "Use a finite number that is not negative."
-    try:
-        # float() would also read strings
-        number = float(weight) if isinstance(weight, SupportsFloat) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
-        raise UsageError(f"A weight of type {type(weight).__name__} is no number: {error}.", fix=fix) from error
-    if not math.isfinite(number) or number < 0:
-        raise UsageError(f"A weight of {number:g} (a {type(weight).__name__}) cannot be.", fix=fix)
-    return number
 
 
 def _on_a_loop() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from swarm.averaging.board import MatchmakingImpaired
@@ -34,13 +35,21 @@ KEPT_CONTACTS = 16 * MAX_GROUP
 
 
 class Calls:
-    """Calls under one averaging key, and how to reach those it may call. Every call has `patience_s` for its answer."""
+    """Calls under one averaging key, and how to reach those it may call.
 
-    def __init__(self, endpoint: Endpoint, key: str, patience_s: float) -> None:
+    Args:
+        patience_s: Of every call, for its answer.
+        on_turn: Told in which turn of pairing others are.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, key: str, patience_s: float, on_turn: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.key = key
         self._endpoint = endpoint
         self._patience_s = patience_s
         self._contacts: dict[PeerId, Contact] = {}
+        self._on_turn = on_turn
 
     def remember(self, contact: Contact) -> None:
         """Know how to reach a peer; the latest word counts."""
@@ -66,6 +75,7 @@ class Calls:
         try:
             reply = await self._endpoint.transport.call(contact, JOIN, request, timeout_s=self._patience_s)
             answer = read_join_response(peer, reply)
+            self._on_turn(reply.turn)
             if answer.leader is not None:
                 self.remember_redirect(answer.leader, reply.leader_addresses)
         except SwarmError as error:

@@ -68,6 +68,8 @@ class Terms:
     sends_only: bool = False
     enters_in_s: float = 0.0
     measured: tuple[Rate, ...] = ()
+    turn: int = 0
+    """Which turn of pairing it knows to be the present one."""
 
 
 # Events: what happened.

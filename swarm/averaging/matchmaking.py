@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swarm.averaging.decisions import (
     AnswerJoin,
@@ -53,7 +53,7 @@ class Matchmaker:
         key: The averaging key.
         me: This peer, without a part; `weight` is replaced by that of the terms.
         new_nonce: 16 unpredictable bytes.
-        random_order: Ask lower numbers in random order (pairs mix better) instead of the lowest first.
+        random_order, partner: In which order peers are asked; see `View`.
         barred: What a peer is on probation for; empty if it is not. It is neither asked nor admitted.
     """
 
@@ -66,6 +66,7 @@ class Matchmaker:
         *,
         new_nonce: Callable[[], bytes],
         random_order: bool = False,
+        partner: Callable[[Sequence[PeerId]], PeerId | None] = lambda _: None,
         barred: Callable[[PeerId], str] = lambda _: "",
     ) -> None:
         self.me = me
@@ -73,7 +74,7 @@ class Matchmaker:
         self.phase = Phase.IDLE
         self._rng = rng
         self._new_nonce = new_nonce
-        self._view = View(key, me.peer_id, rng, barred, random_order)
+        self._view = View(key, me.peer_id, rng, barred, random_order, partner)
         self._search: Search | None = None
 
     @property
@@ -183,7 +184,7 @@ class Matchmaker:
             return []
         if not search.queue and now >= search.next_poll_at:
             search.next_poll_at = now + self.timing.poll_s * (0.75 + 0.5 * self._rng.random())
-            search.queue = self._view.sweep(search)
+            search.queue = self._view.sweep(search, search.settled(now, self.timing))
         if not search.queue:
             return []
         search.asking, search.asked_at = search.queue.pop(0), now
@@ -219,7 +220,7 @@ class Matchmaker:
             return AnswerJoin(Verdict.REDIRECT, leader=search.leader)
         if peer not in search.followers and search.full:
             return AnswerJoin(Verdict.FULL)
-        if now >= search.closes_at:
+        if now >= search.closes_at or self._view.partner(search, search.settled(now, self.timing)) not in (None, peer):
             return AnswerJoin(Verdict.BUSY)
         search.followers[peer] = Follower(event, now)
         return AnswerJoin(Verdict.ACCEPTED, seal_within_s=search.closes_at - now + self.timing.answer_s)

@@ -38,6 +38,7 @@ def join_request(key: str, me: Contact, terms: Terms, patience_s: float) -> pb.J
         cell=terms.cell,
         sends_only=terms.sends_only,
         enters_in_s=terms.enters_in_s,
+        turn=terms.turn,
         measured=[pb.MeasuredRate(peer_id=r.peer.digest, up=r.up, down=r.down) for r in terms.measured],
     )
 

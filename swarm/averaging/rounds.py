@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import SupportsFloat
 
+from swarm.errors import UsageError
 from swarm.events import Event
 from swarm.identity import PeerId
 
@@ -42,7 +45,21 @@ class Mismatch:
     theirs: str = ""
 
 
-Outcome = Group | Alone | TooFew | Mismatch
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A step of push-sum: shares set out or were taken in. `Round.degraded` says which ones came back."""
+
+    sent: int = 0
+    """Shares that set out with this step; how they fare shows later."""
+    received: int = 0
+    """Shares of others that are in the values now."""
+    weight: float = 1.0
+    """What this peer's values weigh after the step; 1 on average over all peers."""
+    under_way: int = 0
+    """Shares of earlier steps whose fate is not known yet."""
+
+
+Outcome = Group | Alone | TooFew | Mismatch | Pushed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +67,7 @@ class Round:
     """One averaging step as this peer saw it.
 
     Attributes:
-        outcome: What came of it. Only after `Group` did values change.
+        outcome: What came of it. Only after `Group` and `Pushed` did values change.
         members: Ids of the group's members in the order of their parts; empty without a group.
         bytes_sent, bytes_received: Payload exchanged with other members.
         seconds: From the start of matchmaking to the last chunk.
@@ -74,8 +91,8 @@ class Round:
 
     @property
     def averaged(self) -> bool:
-        """Whether a group exchanged values."""
-        return isinstance(self.outcome, Group)
+        """Whether values were averaged: in a group, or with shares of others."""
+        return isinstance(self.outcome, Group | Pushed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +155,19 @@ def describe(outcome: Outcome) -> str:
             return f"peer {peer[:8]} averages other tensors: schema {theirs[:16]} there, {ours[:16]} here"
         case _:
             return ""
+
+
+def checked_weight(weight: SupportsFloat) -> float:
+    """The weight as a float. Raises `UsageError` unless it is a finite number that is not negative."""
+    fix = "Use a finite number that is not negative."
+    try:
+        # float() would also read strings
+        number = float(weight) if isinstance(weight, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
+        raise UsageError(f"A weight of type {type(weight).__name__} is no number: {error}.", fix=fix) from error
+    if not math.isfinite(number) or number < 0:
+        raise UsageError(f"A weight of {number:g} (a {type(weight).__name__}) cannot be.", fix=fix)
+    return number
 
 
 @dataclass(frozen=True, slots=True)

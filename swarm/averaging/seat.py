@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.bandwidth import Bandwidths
 from swarm.averaging.board import Board, MatchmakingImpaired
 from swarm.averaging.calls import Calls
@@ -37,7 +38,7 @@ from swarm.averaging.decisions import (
     Verdict,
 )
 from swarm.averaging.exchange import Exchange
-from swarm.averaging.gossip import Gossip, Strategy
+from swarm.averaging.gossip import Gossip, Pairing
 from swarm.averaging.grid import Grid
 from swarm.averaging.matchmaking import Matchmaker
 from swarm.averaging.messages import join_response, read_join, read_seal
@@ -75,7 +76,7 @@ class Seat:
     """This peer's place under one averaging key: its matchmaker and the exchanges it is in."""
 
     def __init__(
-        self, endpoint: Endpoint, key: str, strategy: Strategy, bandwidth: Bandwidths, probation: Probation
+        self, endpoint: Endpoint, key: str, strategy: AllReduce | Gossip, bandwidth: Bandwidths, probation: Probation
     ) -> None:
         window_s = endpoint.config.averaging.matchmaking_s
         self.key = key
@@ -91,8 +92,10 @@ class Seat:
             answer_s=min(5.0, window_s / 2),
             check_s=min(1.0, window_s / 8),
         )
-        self._calls = Calls(endpoint, key, self._timing.answer_s)
-        self._grid = None if isinstance(strategy, Gossip) else Grid(strategy.max_group, endpoint.runtime.rng)
+        in_pairs = isinstance(strategy, Gossip)
+        self._pairing = Pairing(key, endpoint.peer_id, active=in_pairs)
+        self._calls = Calls(endpoint, key, self._timing.answer_s, self._pairing.saw)
+        self._grid = None if in_pairs else Grid(strategy.max_group, endpoint.runtime.rng)
         self._looked_at = -math.inf
         self._counted_at = -math.inf
         self._looked_in: str | None = None
@@ -106,7 +109,8 @@ class Seat:
             self._timing,
             endpoint.runtime.rng,
             new_nonce=lambda: secrets.token_bytes(16),
-            random_order=isinstance(strategy, Gossip),
+            random_order=in_pairs,
+            partner=self._pairing.partner,
             barred=lambda peer: probation.reason(peer, self.now),
         )
 
@@ -206,6 +210,7 @@ class Seat:
                 cell=cell,
                 sends_only=self._endpoint.config.averaging.sends_only or not me.addresses,
                 measured=self._bandwidth.measured(),
+                turn=self._pairing.turn,
             )
             self.matchmaker.me = Member(self._endpoint.peer_id, me.addresses, terms.weight)
             self.feed(Begin(terms, timeout_s, warm=self._is_warm(cell)))
@@ -224,7 +229,8 @@ class Seat:
         return result
 
     def _after(self, result: Concluded) -> None:
-        """Choose where to meet others next time, and learn who is there before that is urgent."""
+        """Choose whom or where to meet next time, and learn who is there before that is urgent."""
+        self._pairing.advance()
         if self._grid is not None and self.matchmaker.cell:
             if result.seal is None:
                 self._grid.scatter()
@@ -334,9 +340,12 @@ class Seat:
     def joined(self, caller: PeerId, request: pb.JoinGroupRequest) -> pb.JoinGroupResponse:
         asked = read_join(caller, request)
         self._calls.remember(Contact(caller, asked.member.addresses))
+        self._pairing.saw(request.turn)
         answer = self.feed(asked)
         assert isinstance(answer, AnswerJoin)
-        return join_response(answer, self._calls.contact(answer.leader))
+        response = join_response(answer, self._calls.contact(answer.leader))
+        response.turn = self._pairing.turn
+        return response
 
     def sealed(self, caller: PeerId, request: pb.SealGroupRequest) -> pb.SealGroupResponse:
         seal = read_seal(request)

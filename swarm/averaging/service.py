@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
+from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.bandwidth import Bandwidths
 from swarm.averaging.calls import COMMIT, JOIN, RELEASE, SEAL
 from swarm.averaging.decisions import Committed
+from swarm.averaging.delivery import FATE, PUSH, read_hello
 from swarm.averaging.exchange import EXCHANGE
-from swarm.averaging.gossip import Strategy
+from swarm.averaging.gossip import Gossip, PushSum
 from swarm.averaging.probation import Offence, Probation
+from swarm.averaging.pushing import PushSeat
+from swarm.averaging.pushsum import INCARNATION_BYTES, Receipts, Tag
 from swarm.averaging.seat import Seat
+from swarm.averaging.vector import FlatVector
 from swarm.endpoint import Endpoint
-from swarm.errors import ClosedError, MalformedFrameError, NoGroupError, UsageError
+from swarm.errors import ClosedError, MalformedFrameError, NoGroupError, RateLimitedError, UsageError
 from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, CallContext
 from swarm.pb import averaging_pb2 as pb
@@ -30,6 +35,9 @@ class AveragingService:
         self.probation = Probation()
         """Whom this peer leaves out for a while."""
         self._seats: dict[str, Seat] = {}
+        self._push_seats: dict[str, PushSeat] = {}
+        self._receipts: dict[str, Receipts] = {}
+        """Outlive seats: senders may still ask what became of their shares."""
         self._closed = False
         transport = endpoint.transport
         transport.serve(JOIN, self._join)
@@ -37,30 +45,46 @@ class AveragingService:
         transport.serve(COMMIT, self._commit)
         transport.serve(RELEASE, self._release)
         transport.serve_stream(EXCHANGE, self._exchange)
+        transport.serve_stream(PUSH, self._push)
+        transport.serve(FATE, self._fate)
 
     @property
     def closed(self) -> bool:
         return self._closed
 
-    async def open(self, key: str, strategy: Strategy) -> Seat:
+    async def open(self, key: str, strategy: AllReduce | Gossip) -> Seat:
         """Take part under a key, and announce it.
 
         Raises:
             UsageError: This peer averages under this key already.
         """
-        if self._closed:
-            raise ClosedError("The peer is closed.")
-        if key in self._seats:
-            raise UsageError(
-                f"This peer averages under {key!r} already.", fix="Close that averager, or use another key."
-            )
+        self._check_free(key)
         seat = self._seats[key] = Seat(self.endpoint, key, strategy, self.bandwidth, self.probation)
         await seat.board.announce()
         return seat
 
+    async def open_push(self, key: str, strategy: PushSum, layout: FlatVector, schema_hash: bytes) -> PushSeat:
+        """Like `open`, for push-sum on vectors of this layout."""
+        self._check_free(key)
+        config = self.endpoint.config.averaging
+        receipts = self._receipts.setdefault(key, Receipts(2 * (config.share_reclaim_s + config.round_timeout_s)))
+        seat = self._push_seats[key] = PushSeat(
+            self.endpoint, key, strategy, layout, schema_hash, receipts, self.probation, self.report
+        )
+        await seat.board.announce()
+        return seat
+
+    def _check_free(self, key: str) -> None:
+        if self._closed:
+            raise ClosedError("The peer is closed.")
+        if key in self._seats or key in self._push_seats:
+            raise UsageError(
+                f"This peer averages under {key!r} already.", fix="Close that averager, or use another key."
+            )
+
     async def shut(self, key: str) -> None:
         """Stop taking part under a key and withdraw the announcement. Idempotent."""
-        seat = self._seats.pop(key, None)
+        seat = self._seats.pop(key, None) or self._push_seats.pop(key, None)
         if seat is not None:
             seat.abandon()
             await seat.board.withdraw()
@@ -74,7 +98,7 @@ class AveragingService:
     async def close(self) -> None:
         """Leave every key. Idempotent."""
         self._closed = True
-        for key in list(self._seats):
+        for key in [*self._seats, *self._push_seats]:
             await self.shut(key)
 
     def _seat(self, key: str) -> Seat:
@@ -110,3 +134,22 @@ class AveragingService:
                 await exchange.serve(context.peer_id, hello, stream)
                 return
         raise NoGroupError("This peer is in no such group.")
+
+    async def _push(self, context: CallContext, stream: ByteStream) -> None:
+        hello = read_hello(await stream.receive())
+        seat = self._push_seats.get(hello.key)
+        if seat is None:
+            raise NoGroupError(f"This peer does not average by push-sum under {hello.key[:60]!r}.")
+        await seat.serve(context.peer_id, hello, stream)
+
+    async def _fate(self, context: CallContext, request: pb.ShareFateRequest) -> pb.ShareFateResponse:
+        receipts = self._receipts.get(request.key)
+        if receipts is None:
+            raise NoGroupError(f"This peer does not average by push-sum under {request.key[:60]!r}.")
+        tag = Tag(bytes(request.incarnation), request.number)
+        if len(tag.incarnation) != INCARNATION_BYTES:
+            raise MalformedFrameError("The id of the share cannot be.")
+        taken = receipts.fate(context.peer_id, tag, self.endpoint.runtime.clock.time())
+        if taken is None:
+            raise RateLimitedError("Too many shares are remembered to answer for one more.", fix="Ask again later.")
+        return pb.ShareFateResponse(taken=taken)

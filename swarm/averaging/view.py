@@ -25,10 +25,17 @@ class View:
     Args:
         barred: What a peer is on probation for; empty if it is not.
         random_order: Ask lower numbers in random order (pairs mix better) instead of the lowest first.
+        partner: With whom this peer pairs among these others; until a search has settled it meets nobody else.
     """
 
     def __init__(
-        self, key: str, me: PeerId, rng: random.Random, barred: Callable[[PeerId], str], random_order: bool
+        self,
+        key: str,
+        me: PeerId,
+        rng: random.Random,
+        barred: Callable[[PeerId], str],
+        random_order: bool = False,
+        partner: Callable[[Sequence[PeerId]], PeerId | None] = lambda _: None,
     ) -> None:
         self.barred = barred
         self.hinted: dict[PeerId, None] = {}
@@ -37,6 +44,7 @@ class View:
         self._me = me
         self._rng = rng
         self._random_order = random_order
+        self._partner = partner
         self._number = priority(key, me)
         self._absent: dict[PeerId, None] = {}
         self._waiting: dict[PeerId, float] = {}
@@ -87,8 +95,17 @@ class View:
         known = (search.followers, search.failed, self._absent if settled else {})
         return search.hinted and all(any(peer in group for group in known) for peer in self.expected(search))
 
-    def sweep(self, search: Search) -> list[PeerId]:
+    def partner(self, search: Search, settled: bool) -> PeerId | None:
+        """With whom this peer should pair; none if anybody will do, or it is time to take whoever is free."""
+        if settled or not search.hinted:
+            return None
+        partner = self._partner(self.expected(search))
+        return partner if partner not in search.failed else None
+
+    def sweep(self, search: Search, settled: bool) -> list[PeerId]:
         """Whom to ask, in order."""
+        if (partner := self.partner(search, settled)) is not None:
+            return [partner] if self.may_lead_us(partner) else []
         lower = sorted((p for p in self.expected(search) if self.may_lead_us(p)), key=self.order)
         queue = [peer for peer in lower if peer not in search.failed]
         if self._random_order:

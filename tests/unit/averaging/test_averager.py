@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from swarm.averaging.allreduce import AllReduce
-from swarm.averaging.averager import Averager, checked_weight
+from swarm.averaging.averager import Averager
+from swarm.averaging.rounds import checked_weight
 from swarm.averaging.service import AveragingService
 from swarm.errors import UsageError
 from tests.support import MemoryWorld
