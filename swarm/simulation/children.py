@@ -28,8 +28,13 @@ LOG_TAIL_LINES = 15
 FREEZE_TIMEOUT_S = 2.0
 
 
-def spawn(arguments: list[str], *, log: Path | None = None, threads: int = 1) -> subprocess.Popen[bytes]:
-    """Start a Python process whose standard input is a pipe that only we hold, outside our terminal's Ctrl-C group."""
+def spawn(
+    arguments: list[str], *, log: Path | None = None, threads: int = 1, answers: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a Python process whose standard input is a pipe that only we hold, outside our terminal's Ctrl-C group.
+
+    Its output goes to `log`, or nowhere; with `answers` standard output is a pipe.
+    """
     environment = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
@@ -42,8 +47,8 @@ def spawn(arguments: list[str], *, log: Path | None = None, threads: int = 1) ->
         return subprocess.Popen(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.PIPE,
-            stdout=output or subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE if answers else output or subprocess.DEVNULL,
+            stderr=output or subprocess.DEVNULL,
             env=environment,
             creationflags=flags,
             start_new_session=True,

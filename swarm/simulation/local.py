@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from swarm.errors import ProcessError, UsageError
 from swarm.simulation.children import ChildProcess, spawn
+from swarm.simulation.proxy import ProxyProcess, free_port
 from swarm.simulation.status import STOP_GRACE_S, ProcessConfig, ProcessKind
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class LocalSwarm:
         preset: Preset of every peer's `PeerConfig`.
         config: Changes to the preset, for every peer.
         bootstrap: Where the first peer lives: in the calling process, or in a process of its own.
+        links: Put a link in front of every process, so that `shape` can make it slow, far or broken.
         torch_threads: Compute threads of every process.
         start_timeout_s: Patience for all processes to join the run.
         name: The run's name.
@@ -73,6 +75,7 @@ class LocalSwarm:
         preset: Literal["local", "lan", "wan"] = "local",
         config: Mapping[str, Any] | None = None,
         bootstrap: Literal["caller", "process"] = "caller",
+        links: bool = False,
         torch_threads: int = 1,
         start_timeout_s: float = 60.0,
         name: str = "local",
@@ -91,6 +94,9 @@ class LocalSwarm:
         self._imports = [*imports, *_modules_of(self.experts, imports)]
         self._preset, self._overrides = preset, dict(config or {})
         self._bootstrap = bootstrap
+        self._wants_links = links
+        self.links: ProxyProcess | None = None
+        """The links in front of all processes, by name."""
         self._torch_threads = torch_threads
         self._start_timeout_s = start_timeout_s
         self._children: dict[str, ChildProcess] = {}
@@ -112,6 +118,8 @@ class LocalSwarm:
         self._stack.callback(self._remove)
         try:
             self._warden = spawn(["swarm.simulation.warden", str(self._dir)])
+            if self._wants_links:
+                self.links = ProxyProcess(self.seed)
             self._start_bootstrap()
             children = [self._prepare(kind, i) for kind, count in self._counts.items() for i in range(count)]
             self._start_all(children)
@@ -162,7 +170,7 @@ class LocalSwarm:
             train=self._train if kind == "trainer" else "",
             train_args=self._train_args if kind == "trainer" else {},
             preset=self._preset,
-            overrides=self._overrides,
+            overrides=self._overrides if self.links is None else self._behind_link(self.links, name),
             torch_threads=self._torch_threads,
             seed=self.seed,
             sys_path=[entry or "." for entry in sys.path],
@@ -171,10 +179,22 @@ class LocalSwarm:
         self._children[name] = child
         return child
 
+    def _behind_link(self, links: ProxyProcess, name: str) -> dict[str, Any]:
+        """The changes to the preset with which a process listens behind a new link."""
+        port = free_port()
+        address = links.add(name, f"127.0.0.1:{port}")
+        transport = {**self._overrides.get("transport", {}), "listen_host": "127.0.0.1", "port": port}
+        return {**self._overrides, "transport": {**transport, "announce": [address]}}
+
+    def _start_child(self, child: ChildProcess) -> None:
+        child.start()
+        if self.links is not None:
+            self.links.own(child.name, child.pid)
+
     def _start_all(self, children: Sequence[ChildProcess]) -> None:
         deadline = time.monotonic() + self._start_timeout_s
         for child in children:
-            child.start()
+            self._start_child(child)
         for child in children:
             child.wait_ready(max(0.1, deadline - time.monotonic()))
 
@@ -183,6 +203,8 @@ class LocalSwarm:
         with ExitStack() as stack:
             stack.callback(self._dismiss_warden)
             stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            if self.links is not None:
+                stack.callback(self.links.close)
             if self._run is not None:
                 stack.callback(self._run.close)
             for child in self._children.values():
@@ -327,6 +349,13 @@ class LocalSwarm:
         """Let a frozen process go on."""
         self._child(name).thaw()
 
+    def shape(self, name: str, **changes: Any) -> None:
+        """Change the `Shape` of a process's link, e.g. `latency_ms=50, up_mbit=10`; `links` can break it too."""
+        self._child(name)
+        if self.links is None:
+            raise UsageError("The processes have no links.", fix="Start the swarm with links=True.")
+        self.links.shape(name, **changes)
+
     def stop(self, name: str) -> None:
         """Let a process leave cleanly, and wait for it."""
         self._child(name).stop()
@@ -334,14 +363,14 @@ class LocalSwarm:
     def restart(self, name: str, wait: bool = True) -> None:
         """Start a process again after it ended, with the same identity and data; `wait` until it has joined."""
         child = self._child(name)
-        child.start()
+        self._start_child(child)
         if wait:
             child.wait_ready(self._start_timeout_s)
 
     def add(self, kind: Literal["host", "trainer"], wait: bool = True) -> str:
         """Start one more process and return its name."""
         child = self._prepare(kind, len(self.names(kind)))
-        child.start()
+        self._start_child(child)
         if wait:
             child.wait_ready(self._start_timeout_s)
         return child.name
