@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from swarm.averaging.allreduce import AllReduce as AllReduce
     from swarm.averaging.averager import Averager as Averager
     from swarm.averaging.gossip import Gossip as Gossip
+    from swarm.averaging.gossip import PushSum as PushSum
     from swarm.averaging.rounds import Round as Round
     from swarm.config import PeerConfig as PeerConfig
     from swarm.dht.node import Put as Put
@@ -54,6 +55,7 @@ _HOMES = {
     "Peer": "swarm.peer",
     "PeerConfig": "swarm.config",
     "PeerId": "swarm.identity",
+    "PushSum": "swarm.averaging.gossip",
     "Put": "swarm.dht.node",
     "RemoteExpert": "swarm.experts.remote",
     "Role": "swarm.roles",

@@ -1,7 +1,9 @@
 """The values that go with push-sum's weights: shares as encoded chunks, the sum of what waits, and its absorption.
 
-x = w z is never stored: z are the tensors, so that what training adds to them between two steps moves x by w times
-that. A share is z as its receiver decodes it; what a lossy codec leaves out stays with the sender's x.
+x = w z is never stored: z are the tensors. What training adds to them between two steps moves x by w times that, and w
+is all that is here by then: values that waited to be taken in are moved along, in proportion to the time for which they
+were here. (Else every step would undo training in part, by as much as waits.) A share is z as its receiver decodes it;
+what a lossy codec leaves out stays with the sender's x.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from swarm.tensors.schema import is_finite
 class Mass:
     """What waits to be added to one peer's values: the sum of w z over shares that arrived or came back.
 
-    Costs a copy of the tensors in fp32 (fp64 for fp64) once something has arrived.
+    Costs a copy of the tensors, and another one in fp32 (fp64 for fp64) once something has arrived.
 
     Args:
         layout: A vector of the layout of all vectors and shares that it is used with; its values do not matter.
@@ -31,6 +33,8 @@ class Mass:
         self.chunks: list[Chunk] = layout.chunks(0, layout.numel, chunk_bytes)
         self.segments = layout.segments
         self._sums: list[Tensor] | None = None
+        self._base: list[Tensor] = []
+        """The values at the end of the last step, chunk by chunk."""
 
     def encoded_nbytes(self, index: int) -> int:
         """Size of a share's chunk as it travels."""
@@ -84,8 +88,12 @@ class Mass:
             total = self._sums[chunk.segment][chunk.start : chunk.stop]
             segment.codec.decode_add(peek(payload), segment.dtype, total, weight)
 
-    def absorb(self, vector: FlatVector, weight: float, waiting: float) -> int:
+    def absorb(self, vector: FlatVector, weight: float, waiting: float, moved: float) -> int:
         """Make z of what waits and of the vector's own values, which weigh `weight`.
+
+        Args:
+            waiting: The weight of what waits.
+            moved: How much of that moves along with what training changed since the last step.
 
         Returns:
             Chunks that keep local values because the sum is not finite.
@@ -93,9 +101,11 @@ class Mass:
         if self._sums is None:
             return 0
         spoilt = 0
-        for chunk in self.chunks:
+        for index, chunk in enumerate(self.chunks):
             arrived = self._sums[chunk.segment][chunk.start : chunk.stop]
             mixed = vector.read(chunk).to(arrived.dtype, copy=True)
+            if self._base:
+                arrived.add_(mixed - self._base[index], alpha=moved)
             mixed.mul_(weight / (weight + waiting)).add_(arrived, alpha=1.0 / (weight + waiting))
             narrowed = mixed.to(self.segments[chunk.segment].dtype)
             if is_finite(narrowed):
@@ -104,6 +114,13 @@ class Mass:
                 spoilt += 1
             arrived.zero_()
         return spoilt
+
+    def stepped(self, vector: FlatVector) -> None:
+        """The step is over with these values; what changes in them from now on is training."""
+        if not self._base:
+            self._base = [torch.empty(chunk.numel, dtype=self.segments[chunk.segment].dtype) for chunk in self.chunks]
+        for base, chunk in zip(self._base, self.chunks, strict=True):
+            base.copy_(vector.read(chunk))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

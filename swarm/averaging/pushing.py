@@ -9,7 +9,6 @@ import asyncio
 import math
 import secrets
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from swarm.averaging.board import Board
@@ -18,12 +17,11 @@ from swarm.averaging.gossip import PushSum, push_targets
 from swarm.averaging.mass import Mass
 from swarm.averaging.probation import Offence, Probation
 from swarm.averaging.pushsum import INCARNATION_BYTES, MAX_WAITING, Ledger, Receipts, Share, Tag
-from swarm.averaging.rounds import Alone, Outcome, Pushed, Round, TooFew
+from swarm.averaging.rounds import Alone, MassHandedOver, MassLost, Outcome, Pushed, Round, ShareReclaimed, TooFew
 from swarm.averaging.shared import INLINE_BYTES, OnOffender
 from swarm.averaging.vector import FlatVector
 from swarm.endpoint import Endpoint
 from swarm.errors import MalformedFrameError, NonFiniteError
-from swarm.events import Event
 from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, Contact
 from swarm.pb import averaging_pb2 as pb
@@ -37,34 +35,6 @@ LEAST_WEIGHT_BOUND = 8.0
 LOOK_AGAIN_S = 0.5
 HEIRS = 3
 KEPT_PROBLEMS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ShareReclaimed(Event):
-    """The receiver of a share was silent for too long; the share came back. If it had taken it and is still alive, the
-    share counts twice."""
-
-    key: str
-    peer: str
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class MassHandedOver(Event):
-    """A peer that leaves gave everything it held to another one."""
-
-    key: str
-    peer: str
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class MassLost(Event):
-    """A peer left without anybody to take over what it held, as if it had died: the others' mean moves by that."""
-
-    key: str
-    weight: float
-    reason: str
 
 
 class PushSeat:
@@ -111,6 +81,9 @@ class PushSeat:
         self._looked_at = -math.inf
         self._looking = False
         self._step = 0
+        self._stepped_at = -math.inf
+        self._waited = 0.0
+        """Of what waits, the sum of weight times moment of arrival."""
         self._receiving = 0
         self._leaving = False
         self._sent_bytes = 0
@@ -178,20 +151,24 @@ class PushSeat:
     ) -> tuple[list[Share[list[bytes]]], int, dict[PeerId, None]]:
         async with self._lock:
             received, senders = await self._absorb(vector)
-            targets = targets[: self.ledger.can_send(len(targets))]
-            if not targets:
-                return [], received, senders
-            content = await self._compute(self._mass.encode, vector, len(targets))
-            shares = self.ledger.split(targets, content)
+            shares: list[Share[list[bytes]]] = []
+            if count := self.ledger.can_send(len(targets)):
+                content = await self._compute(self._mass.encode, vector, count)
+                shares = self.ledger.split(targets[:count], content)
             for share in shares:
                 self._start(self._send(share))
+            await self._compute(self._mass.stepped, vector)
+            self._stepped_at = self.now
             return shares, received, senders
 
     async def _absorb(self, vector: FlatVector) -> tuple[int, dict[PeerId, None]]:
         ledger = self.ledger
         senders, self._senders = self._senders, {}
         if ledger.waiting:
-            spoilt = await self._compute(self._mass.absorb, vector, ledger.weight, ledger.waiting)
+            held_s = ledger.waiting * self.now - self._waited
+            moved = min(ledger.waiting, max(0.0, held_s / max(self.now - self._stepped_at, 1e-9)))
+            self._waited = 0.0
+            spoilt = await self._compute(self._mass.absorb, vector, ledger.weight, ledger.waiting, moved)
             if spoilt:
                 self._note(f"{spoilt} chunks keep local values: with what arrived they are not finite")
         return ledger.absorb(), senders
@@ -251,6 +228,7 @@ class PushSeat:
     async def _take_back(self, share: Share[list[bytes]]) -> None:
         async with self._lock:
             if self.ledger.came_back(share):
+                self._waited += share.weight * self.now
                 await self._compute(self._mass.add, share.weight, share.content)
         self._settled.set()
 
@@ -324,6 +302,7 @@ class PushSeat:
                 return False
             await self._compute(self._mass.add, weight, payloads)
             self.ledger.arrived(weight)
+            self._waited += weight * self.now
             self._senders[sender] = None
             return True
 
@@ -377,7 +356,7 @@ class PushSeat:
         """End everything that is under way, for this seat is taken no more."""
         if not self._leaving:
             self._leaving = True
-            self._tell_loss("this peer closed before its averager")
+            self._tell_loss("it closed without handing over")
         for task in list(self._tasks):
             task.cancel()
 

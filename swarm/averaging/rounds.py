@@ -127,6 +127,34 @@ class ResultsDiverged(Event):
     """Who holds others."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShareReclaimed(Event):
+    """The receiver of a share was silent for too long; the share came back. If it had taken it and is still alive, the
+    share counts twice."""
+
+    key: str
+    peer: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class MassHandedOver(Event):
+    """A peer that leaves gave everything it held to another one."""
+
+    key: str
+    peer: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class MassLost(Event):
+    """A peer left without anybody to take over what it held, as if it had died: the others' mean moves by that."""
+
+    key: str
+    weight: float
+    reason: str
+
+
 @dataclass(slots=True)
 class RoundReport:
     """Collects what happens while a round runs; turned into a `Round` at its end."""

@@ -20,7 +20,7 @@ class ParameterAveraging:
     Attributes:
         every: Local optimizer steps between two rounds. From half of that on, a trainer joins a round that others wait
             for.
-        strategy: `AllReduce(...)` or `Gossip(...)`.
+        strategy: `AllReduce(...)`, `Gossip(...)` or `PushSum(...)`.
         overlap: Training goes on while a round runs on a copy; what the round changed is added at a later step
             boundary, so that progress made meanwhile stays. False: training waits, and all members hold the same bits
             after it.

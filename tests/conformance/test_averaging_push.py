@@ -15,9 +15,9 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.delivery import FATE, PUSH
 from swarm.averaging.gossip import PushSum
 from swarm.averaging.probation import PeerOnProbation
-from swarm.averaging.pushing import MassHandedOver, MassLost, PushSeat, ShareReclaimed
+from swarm.averaging.pushing import PushSeat
 from swarm.averaging.pushsum import MAX_WAITING
-from swarm.averaging.rounds import Alone, Pushed, Round, TooFew
+from swarm.averaging.rounds import Alone, MassHandedOver, MassLost, Pushed, Round, ShareReclaimed, TooFew
 from swarm.averaging.service import AveragingService
 from swarm.config import PeerConfig
 from swarm.endpoint import Endpoint
