@@ -4,17 +4,20 @@ A lookup asks the nearest known peers of a position, learns nearer ones from the
 nearest that are alive have answered (Kademlia, Maymounkov and Mazieres 2002), with two changes: it keeps `parallelism`
 requests in flight at all times instead of waiting for the slowest of a batch, and a peer that takes long is no longer
 counted among the nearest, while its answer is still welcome. A crawl runs several lookups at once and asks one peer
-about all positions that it is near to in one request.
+about many positions in one request; an answer costs work for the lookups that it concerns, however many there are.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
+from heapq import nlargest
+from itertools import islice
 from operator import itemgetter
+from typing import TypeAlias
 
 from kademlia.node import Node, NodeHeap
 
@@ -32,6 +35,8 @@ MAX_BATCH = 64
 """Positions in one request."""
 MAX_IN_FLIGHT = 64
 """Requests of one crawl that are under way at a time."""
+CALM_IN_FLIGHT = 16
+"""While more are under way, a peer that has not answered yet is asked nothing further until a request to it is full."""
 
 
 class State(Enum):
@@ -129,6 +134,9 @@ class Lookup:
         """Of candidates that were not known from the start: so many answers led there."""
         self._answered: dict[bytes, None] = {}
         self._hearsay = Hearsay()
+        self._window: list[PeerNode] | None = None
+        self.on_change: Callable[[Lookup], None] | None = None
+        """Called after everything that may change `wanted` and `done`, except `asked`."""
         if me is not None:
             self._candidates.push([me])
             self._state[me.id] = State.ANSWERED
@@ -164,7 +172,9 @@ class Lookup:
 
     def window(self) -> list[PeerNode]:
         """The `width` nearest candidates that count: not failed, not slow, named by somebody who is believed."""
-        return _spread((node for _, node in self._candidates.heap if self._eligible(node)), self.width)
+        if self._window is None:
+            self._window = _spread((node for _, node in self._candidates.heap if self._eligible(node)), self.width)
+        return self._window
 
     def _eligible(self, node: PeerNode) -> bool:
         state = self.state(node)
@@ -177,14 +187,22 @@ class Lookup:
         answered = (node for _, node in self._candidates.heap if self.state(node) is State.ANSWERED)
         return _spread(answered, count or self.width)
 
-    def next(self, parallelism: int) -> list[PeerNode]:
-        """Peers to ask now, so that `parallelism` requests are in flight; they count as asked."""
+    def wanted(self, parallelism: int) -> list[PeerNode]:
+        """Peers to ask now, so that `parallelism` requests are in flight."""
         if self._asked >= parallelism or self.satisfied:
             return []
-        found = [n for n in self._useful() if self.state(n) is State.NEW][: parallelism - self._asked]
+        return [n for n in self._useful() if self.state(n) is State.NEW][: parallelism - self._asked]
+
+    def asked(self, node: PeerNode) -> None:
+        """A peer that is wanted has been asked."""
+        self._state[node.id] = State.ASKED
+        self._asked += 1
+
+    def next(self, parallelism: int) -> list[PeerNode]:
+        """The wanted peers, who count as asked from now on."""
+        found = self.wanted(parallelism)
         for node in found:
-            self._state[node.id] = State.ASKED
-        self._asked += len(found)
+            self.asked(node)
         return found
 
     def _useful(self) -> list[PeerNode]:
@@ -210,6 +228,7 @@ class Lookup:
                 self._hearsay.named(other.id, node.id)
         self._candidates.push(nearer)
         self._depth.update(dict.fromkeys((n.id for n in new), self._depth.get(node.id, 1) + 1))
+        self._changed()
 
     def failed(self, node: PeerNode) -> None:
         if self._candidates.current(node):
@@ -238,6 +257,13 @@ class Lookup:
         elif before is State.SLOW:
             self._slow -= 1
         self._state[node.id] = state
+        if before is not State.NEW or node in self._candidates:
+            self._changed()
+
+    def _changed(self) -> None:
+        self._window = None
+        if self.on_change is not None:
+            self.on_change(self)
 
 
 @dataclass(eq=False, slots=True)
@@ -245,7 +271,21 @@ class Ask:
     """One request to send: a peer, and the lookups it is asked for."""
 
     node: PeerNode
-    lookups: list[Lookup] = field(default_factory=list)
+    lookups: list[Lookup]
+
+
+_Address: TypeAlias = tuple[bytes, tuple[str, ...]]
+
+
+class _Wanted:
+    """A peer at certain addresses, and the lookups that want to ask it."""
+
+    __slots__ = ("address", "lookups", "node")
+
+    def __init__(self, node: PeerNode) -> None:
+        self.node = node
+        self.address: _Address = (node.id, node.contact.addresses)
+        self.lookups: dict[Lookup, None] = {}
 
 
 class Crawl:
@@ -259,28 +299,71 @@ class Crawl:
     def __init__(self, lookups: Sequence[Lookup], parallelism: int) -> None:
         self.lookups = lookups
         self._parallelism = parallelism
+        self._open: dict[Lookup, None] = {}
+        """Lookups that are not done, as of when they last changed."""
+        self._changed: dict[Lookup, None] = dict.fromkeys(lookups)
+        self._wanted: dict[_Address, _Wanted] = {}
+        self._wanting: dict[Lookup, list[_Wanted]] = {lookup: [] for lookup in lookups}
+        for lookup in lookups:
+            lookup.on_change = self._note
+
+    def _note(self, lookup: Lookup) -> None:
+        self._changed[lookup] = None
 
     @property
     def done(self) -> bool:
-        return all(lookup.done for lookup in self.lookups)
+        self._review()
+        return not self._open
 
-    def next(self, room: int = MAX_IN_FLIGHT) -> list[Ask]:
-        """Requests to send now, one for each peer and at most `MAX_BATCH` positions.
+    def _review(self) -> None:
+        """Look again at the lookups that have changed."""
+        while self._changed:
+            changed, self._changed = self._changed, {}
+            for lookup in changed:
+                self._withdraw(lookup)
+                for node in lookup.wanted(self._parallelism):
+                    wanted = _Wanted(node)
+                    wanted = self._wanted.setdefault(wanted.address, wanted)
+                    wanted.lookups[lookup] = None
+                    self._wanting[lookup].append(wanted)
+                if lookup.done:
+                    self._open.pop(lookup, None)
+                else:
+                    self._open[lookup] = None
+
+    def _withdraw(self, lookup: Lookup) -> None:
+        for wanted in self._wanting[lookup]:
+            del wanted.lookups[lookup]
+            if not wanted.lookups:
+                del self._wanted[wanted.address]
+        self._wanting[lookup].clear()
+
+    def next(self, room: int = MAX_IN_FLIGHT, busy: Container[bytes] = ()) -> list[Ask]:
+        """Requests to send now, each of at most `MAX_BATCH` positions.
 
         Args:
-            room: Lookups wait for later once so many requests are to be sent.
+            room: So many at most, those of most positions first.
+            busy: Ids of peers that are to be asked only what fills a request.
         """
-        asks: dict[bytes, Ask] = {}
-        full: list[Ask] = []
-        for lookup in self.lookups:
-            if len(full) + len(asks) >= room:
-                break
-            for node in lookup.next(self._parallelism):
-                ask = asks.setdefault(node.id, Ask(node))
-                ask.lookups.append(lookup)
-                if len(ask.lookups) == MAX_BATCH:
-                    full.append(asks.pop(node.id))
-        return [*full, *asks.values()]
+        self._review()
+        if room <= 0:
+            return []
+        ready = [w for w in self._wanted.values() if len(w.lookups) >= MAX_BATCH or w.node.id not in busy]
+        if len(ready) > room:
+            ready = nlargest(room, ready, key=lambda wanted: len(wanted.lookups))
+        asks: list[Ask] = []
+        for wanted in ready:
+            least = MAX_BATCH if wanted.node.id in busy else 1
+            while len(wanted.lookups) >= least and len(asks) < room:
+                lookups = list(islice(wanted.lookups, MAX_BATCH))
+                for lookup in lookups:
+                    del wanted.lookups[lookup]
+                    self._wanting[lookup].remove(wanted)
+                    lookup.asked(wanted.node)
+                asks.append(Ask(wanted.node, lookups))
+            if not wanted.lookups:
+                del self._wanted[wanted.address]
+        return asks
 
     def failed(self, ask: Ask) -> None:
         """The peer did not answer: no lookup waits for it or tries it again."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from swarm.dht.crawl import MAX_IN_FLIGHT, Ask, Crawl
+from swarm.dht.crawl import CALM_IN_FLIGHT, MAX_IN_FLIGHT, Ask, Crawl
 from swarm.errors import SwarmError
 from swarm.runtime import Runtime
 
@@ -72,7 +72,8 @@ class Driver:
                 results.put_nowait(ask)
 
         while True:
-            for ask in crawl.next(MAX_IN_FLIGHT - len(waiting)):
+            busy = {ask.node.id for ask in waiting} if len(waiting) > CALM_IN_FLIGHT else ()
+            for ask in crawl.next(MAX_IN_FLIGHT - len(waiting), busy):
                 self.spawn(one(ask), "dht-ask")
                 waiting[ask] = loop.time() + self._patience_s
                 in_flight += 1

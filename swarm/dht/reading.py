@@ -118,9 +118,9 @@ class Read(Lookup):
         near = window[: self._agreement] if self.merged else []
         return near if near and all(self._ranks.get(n.id, self._union) == self._union for n in near) else window
 
-    def next(self, parallelism: int) -> list[PeerNode]:
+    def wanted(self, parallelism: int) -> list[PeerNode]:
         self._resolve()
-        return super().next(parallelism)
+        return super().wanted(parallelism)
 
     def want(self, node: PeerNode) -> tuple[bytes, int]:
         """What to tell a peer that is asked now: the digest of what is known, and up to which size it should answer
@@ -158,6 +158,7 @@ class Read(Lookup):
         if union != self._union:
             self._union = union
             self._digest = None
+            self._changed()
 
     def _learn(self, entries: Mapping[EntryId, Copy]) -> bytes:
         digest = digest_of(entries.values())
@@ -189,8 +190,8 @@ class Read(Lookup):
             self._whole[waiting[0].id] = None
             self._leave(waiting[0], State.NEW)
 
-    def _leave(self, node: PeerNode, state: State) -> None:
-        super()._leave(node, state)
+    def _changed(self) -> None:
+        super()._changed()
         self._agreed = None if self._agreement else False
 
     def result(self) -> dict[EntryId, Copy]:

@@ -152,15 +152,69 @@ def test_a_crawl_of_many_positions_sends_no_more_requests_than_there_is_room_for
     targets = [rng.getrandbits(160) for _ in range(100)]
     crawl = Crawl([Lookup(t, 3, sorted(peers, key=lambda n: n.long_id ^ t)[:8]) for t in targets], 3)
     flying = crawl.next(10)
-    assert 10 <= len(flying) <= 12
+    assert len(flying) == 10
     assert crawl.next(0) == []
     while flying:
         ask = flying.pop()
         for lookup in ask.lookups:
             lookup.answered(ask.node, [])
         flying += crawl.next(10 - len(flying))
-        assert len(flying) <= 12
+        assert len(flying) <= 10
     assert crawl.done
+
+
+class Counted(Lookup):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    @property
+    def done(self) -> bool:
+        Counted.looks += 1
+        return super().done
+
+
+def test_a_crawl_of_many_positions_ends_exactly_when_all_are_found_and_looks_at_those_that_changed() -> None:
+    rng = random.Random(11)
+    peers = [node(rng.getrandbits(160)) for _ in range(80)]
+    dead = {peer.id for peer in rng.sample(peers, 8)}
+    lookups = [Counted(rng.getrandbits(160), 5, rng.sample(peers, 6)) for _ in range(300)]
+    crawl = Crawl(lookups, 3)
+    Counted.looks = 0
+    flying, told = crawl.next(20), 0
+    while flying:
+        ask = flying.pop(rng.randrange(len(flying)))
+        told += len(ask.lookups)
+        if rng.random() < 0.1:
+            crawl.slow(ask)
+            flying += crawl.next(20 - len(flying))
+        if ask.node.id in dead:
+            crawl.failed(ask)
+            told += len(lookups)  # nobody is to try it
+        else:
+            for lookup in ask.lookups:
+                lookup.answered(ask.node, sorted(peers, key=lambda n: n.long_id ^ lookup.target)[:8])
+        looks, done = Counted.looks, all(lookup.done for lookup in lookups)
+        Counted.looks = looks
+        assert crawl.done == done
+        flying += crawl.next(20 - len(flying))
+        assert len(flying) <= 20
+    assert crawl.done
+    assert Counted.looks <= len(lookups) + 2 * told
+    alive = [peer for peer in peers if peer.id not in dead]
+    for lookup in lookups:
+        assert lookup.nearest() == sorted(alive, key=lambda n: n.long_id ^ lookup.target)[:5]
+
+
+def test_a_busy_peer_is_asked_only_what_fills_a_request() -> None:
+    peers = [node(1 << 150), node(2 << 150)]
+    lookups = [Lookup(target, 2, peers) for target in range(MAX_BATCH + 6)]
+    crawl = Crawl(lookups, 2)
+    busy = {peers[0].id}
+    assert [len(ask.lookups) for ask in crawl.next(10, busy) if ask.node is peers[0]] == [MAX_BATCH]
+    few = Crawl([Lookup(target, 2, peers) for target in range(6)], 2)
+    assert [ask.node for ask in few.next(10, busy)] == [peers[1]]
+    assert [(ask.node, len(ask.lookups)) for ask in few.next(10)] == [(peers[0], 6)]
 
 
 def test_a_peer_that_failed_is_tried_by_no_other_lookup_of_the_crawl() -> None:
