@@ -35,6 +35,7 @@ from swarm.averaging.decisions import (
     Timing,
     Verdict,
 )
+from swarm.averaging.gossip import Pairing
 from swarm.averaging.matchmaking import Matchmaker
 from swarm.averaging.rounds import Member, Mismatch, Seal
 from swarm.averaging.search import Phase
@@ -123,6 +124,7 @@ class Plan:
 class Node:
     peer: PeerId
     maker: Matchmaker
+    pairing: Pairing
     dead: bool = False
     pledges: list[bytes] = field(default_factory=list)
     """Seals that it accepted."""
@@ -146,6 +148,7 @@ class Net:
         self.seals: dict[bytes, Seal] = {}
         self.terms: dict[PeerId, Terms] = {}
         for peer in peer_ids(plan.count):
+            pairing = Pairing(KEY, peer)
             maker = Matchmaker(
                 KEY,
                 Member(peer, (), 1.0),
@@ -153,8 +156,9 @@ class Net:
                 random.Random(self.rng.random()),
                 new_nonce=lambda: self.rng.randbytes(16),
                 random_order=plan.random_order,
+                partner=pairing.partner if plan.random_order and plan.max_group == 2 else None,
             )
-            self.nodes[peer] = Node(peer, maker)
+            self.nodes[peer] = Node(peer, maker, pairing)
 
     # Plans -----------------------------------------------------------------------------------------------------------
 
@@ -194,6 +198,7 @@ class Net:
         node = self.nodes[peer]
         if not node.dead:
             node.begun_at, node.concluded = self.now, None
+            node.pairing.advance()
             self.feed(peer, Begin(self.terms[peer], warm=bool(node.history) and self.rng.random() < 0.7))
             self.later(lambda: self.hint(peer))
 

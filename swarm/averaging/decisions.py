@@ -42,6 +42,17 @@ class Timing:
     answer_s: float = 3.0
     check_s: float = 1.0
 
+    @classmethod
+    def within(cls, window_s: float) -> Timing:
+        """The patience that suits a window."""
+        return cls(
+            window_s=window_s,
+            poll_s=min(0.25, window_s / 20),
+            settle_s=min(0.5, window_s / 5),
+            answer_s=min(5.0, window_s / 2),
+            check_s=min(1.0, window_s / 8),
+        )
+
     @property
     def patience_when_full_s(self) -> float:
         """For the answer of a better leader, while a whole group waits for us."""

@@ -119,16 +119,14 @@ class Pairing:
 
     Attributes:
         turn: The present turn.
-
-    Args:
-        active: Off where groups are larger: then nobody is anybody's partner.
     """
 
-    def __init__(self, key: str, me: PeerId, active: bool = True) -> None:
+    def __init__(self, key: str, me: PeerId) -> None:
         self.turn = 0
-        self._active = active
         self._key = key
         self._me = me
+        self._known: tuple[int, tuple[PeerId, ...]] = (-1, ())
+        self._partner: PeerId | None = None
 
     def saw(self, turn: int) -> None:
         """Another peer is in this turn."""
@@ -141,7 +139,10 @@ class Pairing:
 
     def partner(self, others: Sequence[PeerId]) -> PeerId | None:
         """With whom to pair in this turn, if all know the same peers."""
-        return partner_of(self._me, others, self._key, self.turn) if self._active else None
+        known = (self.turn, tuple(others))
+        if self._known != known:
+            self._known, self._partner = known, partner_of(self._me, others, self._key, self.turn)
+        return self._partner
 
 
 # Push-sum ------------------------------------------------------------------------------------------------------------

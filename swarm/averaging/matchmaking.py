@@ -66,7 +66,7 @@ class Matchmaker:
         *,
         new_nonce: Callable[[], bytes],
         random_order: bool = False,
-        partner: Callable[[Sequence[PeerId]], PeerId | None] = lambda _: None,
+        partner: Callable[[Sequence[PeerId]], PeerId | None] | None = None,
         barred: Callable[[PeerId], str] = lambda _: "",
     ) -> None:
         self.me = me
@@ -220,7 +220,7 @@ class Matchmaker:
             return AnswerJoin(Verdict.REDIRECT, leader=search.leader)
         if peer not in search.followers and search.full:
             return AnswerJoin(Verdict.FULL)
-        if now >= search.closes_at or self._view.partner(search, search.settled(now, self.timing)) not in (None, peer):
+        if now >= search.closes_at or not self._view.may_meet(search, peer, search.settled(now, self.timing)):
             return AnswerJoin(Verdict.BUSY)
         search.followers[peer] = Follower(event, now)
         return AnswerJoin(Verdict.ACCEPTED, seal_within_s=search.closes_at - now + self.timing.answer_s)

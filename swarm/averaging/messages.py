@@ -64,12 +64,13 @@ def read_join(caller: PeerId, request: pb.JoinGroupRequest) -> JoinAsked:
     )
 
 
-def join_response(answer: AnswerJoin, leader: Contact | None) -> pb.JoinGroupResponse:
+def join_response(answer: AnswerJoin, leader: Contact | None, turn: int) -> pb.JoinGroupResponse:
     response = pb.JoinGroupResponse(
         verdict=int(answer.verdict),  # type: ignore[arg-type]
         seal_within_s=answer.seal_within_s,
         schema_hash=answer.schema_hash,
         reason=answer.reason[:MAX_REASON_CHARS],
+        turn=turn,
     )
     if answer.leader is not None:
         response.leader = answer.leader.digest

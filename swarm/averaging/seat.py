@@ -78,22 +78,15 @@ class Seat:
     def __init__(
         self, endpoint: Endpoint, key: str, strategy: AllReduce | Gossip, bandwidth: Bandwidths, probation: Probation
     ) -> None:
-        window_s = endpoint.config.averaging.matchmaking_s
         self.key = key
         self.search_s = 0.0
         """How long the last search for a group took, prepared or not."""
         self.board = Board(endpoint, key)
         self._endpoint = endpoint
         self._bandwidth = bandwidth
-        self._timing = Timing(
-            window_s=window_s,
-            poll_s=min(0.25, window_s / 20),
-            settle_s=min(0.5, window_s / 5),
-            answer_s=min(5.0, window_s / 2),
-            check_s=min(1.0, window_s / 8),
-        )
+        self._timing = Timing.within(endpoint.config.averaging.matchmaking_s)
         in_pairs = isinstance(strategy, Gossip)
-        self._pairing = Pairing(key, endpoint.peer_id, active=in_pairs)
+        self._pairing = Pairing(key, endpoint.peer_id)
         self._calls = Calls(endpoint, key, self._timing.answer_s, self._pairing.saw)
         self._grid = None if in_pairs else Grid(strategy.max_group, endpoint.runtime.rng)
         self._looked_at = -math.inf
@@ -110,7 +103,7 @@ class Seat:
             endpoint.runtime.rng,
             new_nonce=lambda: secrets.token_bytes(16),
             random_order=in_pairs,
-            partner=self._pairing.partner,
+            partner=self._pairing.partner if in_pairs else None,
             barred=lambda peer: probation.reason(peer, self.now),
         )
 
@@ -343,9 +336,8 @@ class Seat:
         self._pairing.saw(request.turn)
         answer = self.feed(asked)
         assert isinstance(answer, AnswerJoin)
-        response = join_response(answer, self._calls.contact(answer.leader))
-        response.turn = self._pairing.turn
-        return response
+        turn = self._pairing.turn if self._concluded is not None else 0  # between two rounds we are in none
+        return join_response(answer, self._calls.contact(answer.leader), turn)
 
     def sealed(self, caller: PeerId, request: pb.SealGroupRequest) -> pb.SealGroupResponse:
         seal = read_seal(request)

@@ -25,7 +25,8 @@ class View:
     Args:
         barred: What a peer is on probation for; empty if it is not.
         random_order: Ask lower numbers in random order (pairs mix better) instead of the lowest first.
-        partner: With whom this peer pairs among these others; until a search has settled it meets nobody else.
+        partner: With whom this peer pairs among these others; until a search has settled it meets nobody else. None:
+            there are no pairs.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class View:
         rng: random.Random,
         barred: Callable[[PeerId], str],
         random_order: bool = False,
-        partner: Callable[[Sequence[PeerId]], PeerId | None] = lambda _: None,
+        partner: Callable[[Sequence[PeerId]], PeerId | None] | None = None,
     ) -> None:
         self.barred = barred
         self.hinted: dict[PeerId, None] = {}
@@ -95,19 +96,17 @@ class View:
         known = (search.followers, search.failed, self._absent if settled else {})
         return search.hinted and all(any(peer in group for group in known) for peer in self.expected(search))
 
-    def partner(self, search: Search, settled: bool) -> PeerId | None:
-        """With whom this peer should pair; none if anybody will do, or it is time to take whoever is free."""
-        if settled or not search.hinted:
-            return None
-        partner = self._partner(self.expected(search))
-        return partner if partner not in search.failed else None
+    def may_meet(self, search: Search, peer: PeerId, settled: bool) -> bool:
+        """Whether this is our partner, or there is none, or it is time to take whoever is free."""
+        if self._partner is None or settled:
+            return True
+        partner = self._partner(self.expected(search)) if search.hinted else None
+        return peer == partner or (search.hinted and (partner is None or partner in search.failed))
 
     def sweep(self, search: Search, settled: bool) -> list[PeerId]:
         """Whom to ask, in order."""
-        if (partner := self.partner(search, settled)) is not None:
-            return [partner] if self.may_lead_us(partner) else []
         lower = sorted((p for p in self.expected(search) if self.may_lead_us(p)), key=self.order)
-        queue = [peer for peer in lower if peer not in search.failed]
+        queue = [peer for peer in lower if peer not in search.failed and self.may_meet(search, peer, settled)]
         if self._random_order:
             self._rng.shuffle(queue)
         return queue
