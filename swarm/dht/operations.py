@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm.config import DhtConfig
@@ -256,8 +256,8 @@ class Operations:
     ) -> dict[str, dict[EntryId, Copy]]:
         """The merged entries of keys, from several replicas each; replicas found stale are repaired in the background.
 
-        What few of the replicas have is offered to the others first: an entry that most of them have seen end is left
-        out, so that nobody can keep it alive by showing it.
+        Where few of the replicas have an entry, the others are asked first: if more of them have seen it end than show
+        it, it is left out, so that nobody can keep it alive by showing it.
 
         Args:
             keys: Each key with our own records of it.
@@ -302,9 +302,10 @@ class Operations:
             for node, copies in read.stale():
                 lacking.setdefault(node.id, (node, []))[1].extend(copies)
         if lacking and self.protocol.may_store:
-            repair = self.driver.spawn(self._repair(list(lacking.values()), holders), "dht-repair")
-            if any(read.doubtful() for read in reads):
-                await asyncio.wait([repair], timeout=config.call_timeout_s)
+            doubtful = {(read.key, *entry_id): None for read in reads for entry_id in read.doubtful()}
+            if doubtful:
+                await self._settle(list(lacking.values()), doubtful, holders)
+            self.driver.spawn(self._repair(list(lacking.values())), "dht-repair")
         return {key: self._without_ended(entries) for key, entries in results.items()}
 
     def _admitted(self, found: dict[EntryId, Copy]) -> dict[EntryId, Copy]:
@@ -314,53 +315,64 @@ class Operations:
             self.runtime.emit(RecordRefused(reason=Refusal.OUTDATED.reason, sender=""))
         return admitted
 
-    async def _repair(
-        self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]], holders: Counter[tuple[PlaceId, int]]
+    async def _settle(
+        self,
+        lacking: Sequence[tuple[PeerNode, Sequence[Copy]]],
+        doubtful: Mapping[PlaceId, None],
+        holders: Counter[tuple[PlaceId, int]],
     ) -> None:
-        """Offer copies to replicas that lack them. What more of a key's replicas have seen end than show it has ended.
+        """Ask replicas that lack doubtful entries why. What more of them have seen end than show it has ended.
+
+        They are not offered the entries meanwhile: those who do not know would keep for others what has ended.
 
         Args:
             lacking: Replicas, each with what it lacks.
+            doubtful: Places of the entries in question.
             holders: How many show each statement, by place and version.
         """
-        now_s = self.runtime.clock.time()
-        refused: Counter[tuple[PlaceId, int]] = Counter()
+        votes: Counter[tuple[PlaceId, int]] = Counter()
 
-        async def offer(node: PeerNode, copies: Sequence[Copy]) -> None:
-            alive = [copy for copy in copies if copy.remaining_s(now_s) >= SHORTEST_S]
+        async def ask(node: PeerNode, copies: Sequence[Copy]) -> None:
             try:
-                answers = await self.protocol.store(node, alive)
+                answers = await self.protocol.store(node, copies, probe=True)
             except SwarmError:
-                return  # the protocol has told the address book; upkeep finds another holder
-            for copy, answer in zip(alive, answers, strict=True):
+                return  # the protocol has told the address book
+            for copy, answer in zip(copies, answers, strict=True):
                 record = copy.record
                 if answer.refusal is Refusal.OUTDATED and answer.record_version >= record.record_version:
-                    refused[record.place_id, record.record_version] += 1
+                    votes[record.place_id, record.record_version] += 1
 
-        others = [(node, copies) for node, copies in lacking if node is not self.book.me]
-        await asyncio.gather(*(offer(node, copies) for node, copies in others))
-        for node, copies in lacking:
-            if node is self.book.me:
-                self._hold(copies, {copy.record.place_id: Placed() for copy in copies})
-        for (place_id, version), votes in refused.items():
-            if votes > max(holders[place_id, version], 1):  # one alone could end whatever one other shows
+        questions = [
+            (node, self._alive(c for c in copies if c.record.place_id in doubtful)) for node, copies in lacking
+        ]
+        others = [(node, copies) for node, copies in questions if copies and node is not self.book.me]
+        await asyncio.gather(*(ask(node, copies) for node, copies in others))
+        for (place_id, version), count in votes.items():
+            if count > max(holders[place_id, version], 1):  # one alone could end whatever one other shows
                 self._ended[place_id] = version
                 self._ended.move_to_end(place_id)
         while len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
+    def _alive(self, copies: Iterable[Copy]) -> list[Copy]:
+        now_s = self.runtime.clock.time()
+        return [copy for copy in copies if copy.remaining_s(now_s) >= SHORTEST_S]
+
+    async def _repair(self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]]) -> None:
+        """Give copies to replicas that lack them, but for what has ended."""
+        gifts = [(node, [copy for copy in copies if not self._has_ended(copy)]) for node, copies in lacking]
+        await asyncio.gather(*(self.give(node, copies) for node, copies in gifts if copies))
+
+    def _has_ended(self, copy: Copy) -> bool:
+        place_id = copy.record.place_id
+        return copy.record.record_version <= max(self._ended.get(place_id, 0), self.storage.floor(*place_id))
+
     def _without_ended(self, entries: dict[EntryId, Copy]) -> dict[EntryId, Copy]:
-        return {
-            entry_id: copy
-            for entry_id, copy in entries.items()
-            if copy.record.record_version
-            > max(self._ended.get(copy.record.place_id, 0), self.storage.floor(*copy.record.place_id))
-        }
+        return {entry_id: copy for entry_id, copy in entries.items() if not self._has_ended(copy)}
 
     async def give(self, node: PeerNode, copies: Sequence[Copy]) -> bool:
         """Store copies with one peer (perhaps ourselves); false if it did not answer. Refusals are events."""
-        now_s = self.runtime.clock.time()
-        alive = [copy for copy in copies if copy.remaining_s(now_s) >= SHORTEST_S]
+        alive = self._alive(copies)
         if node is self.book.me:
             self._hold(alive, {copy.record.place_id: Placed() for copy in alive})
             return True

@@ -200,11 +200,14 @@ class Protocol:
         check_contacts(answer.contacts, len(targets))
         return answer
 
-    async def store(self, node: PeerNode, copies: Sequence[Copy], count: int = 0) -> list[Stored]:
+    async def store(
+        self, node: PeerNode, copies: Sequence[Copy], count: int = 0, *, probe: bool = False
+    ) -> list[Stored]:
         """Give copies to a peer, in as many requests as their size needs.
 
         Args:
             count: How many contacts near each record's key are wanted.
+            probe: Only ask what of them is outdated there.
 
         Raises:
             SwarmError: A call failed, or its answer is malformed.
@@ -213,7 +216,7 @@ class Protocol:
         for batch in self._batches(copies):
             now_s = self._runtime.clock.time()
             records = [to_wire(self._passed_on(copy, now_s), now_s) for copy in batch]
-            request = pb.DhtStoreRequest(sender=self._sender, records=records, count=count)
+            request = pb.DhtStoreRequest(sender=self._sender, records=records, count=count, probe=probe)
             answer = await self._call(node, STORE, request)
             if len(answer.results) != len(batch):
                 raise MalformedFrameError(f"A store answer has {len(answer.results)} parts for {len(batch)} records.")
@@ -330,7 +333,9 @@ class Protocol:
                 if other is not None and other.wire_bytes <= budget:
                     budget -= other.wire_bytes
                     result.other.CopyFrom(to_wire(other, self._runtime.clock.time()))
-                if self._storage.offer(copy, self._runtime.clock.time()) and self.on_held is not None:
+                if request.probe:
+                    self._storage.check(copy, self._runtime.clock.time())
+                elif self._storage.offer(copy, self._runtime.clock.time()) and self.on_held is not None:
                     self.on_held(copy.record.key)
             except RecordRefusedError as error:
                 result.status = Refusal[error.reason.upper()]

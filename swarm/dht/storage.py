@@ -136,27 +136,15 @@ class Storage:
         Raises:
             RecordRefusedError: Outdated (with the version known here), expired, or over a quota.
         """
-        self.expire(now_s)
+        self.check(copy, now_s)
         record = copy.record
-        if copy.expires_s <= now_s:
-            raise refused(Refusal.EXPIRED, "The record has expired.")
         key = self._keys.get(record.key)
         held = key.entries.get(cursor(copy)) if key is not None else None
         if held is not None:
             assert held.copy is not None
-            known = held.copy.record
-            if record.rank == known.rank:
+            if record.rank == held.copy.record.rank:
                 return False
-            if record.rank < known.rank:
-                raise refused(
-                    Refusal.OUTDATED, "A newer version of this entry is held.", record_version=known.record_version
-                )
         else:
-            floor = self._floors.get(record.place_id)
-            if record.record_version <= floor:
-                raise refused(
-                    Refusal.OUTDATED, "This version or a newer one has expired already.", record_version=floor
-                )
             self._check_author(copy, key)
         if key is None:
             key = _Key(record.key, int.from_bytes(position_of(record.key), "big") ^ self._position)
@@ -167,6 +155,20 @@ class Storage:
             self._drop(held)
         self._add(copy, key)
         return True
+
+    def check(self, copy: Copy, now_s: float) -> None:
+        """Whether nothing newer is known here than a checked copy. Raises `RecordRefusedError`: outdated, expired."""
+        self.expire(now_s)
+        record = copy.record
+        if copy.expires_s <= now_s:
+            raise refused(Refusal.EXPIRED, "The record has expired.")
+        held = self.get(*record.place_id)
+        if held is not None:
+            if record.rank < held.record.rank:
+                version = held.record.record_version
+                raise refused(Refusal.OUTDATED, "A newer version of this entry is held.", record_version=version)
+        elif record.record_version <= (floor := self.floor(*record.place_id)):
+            raise refused(Refusal.OUTDATED, "This version or a newer one has expired already.", record_version=floor)
 
     def get(self, key: str, author: PeerId, subkey: str) -> Copy | None:
         """The held copy of one entry, perhaps just expired."""

@@ -98,14 +98,16 @@ class DhtFindResponse(_message.Message):
     def __init__(self, contacts: _Optional[_Iterable[_Union[DhtContact, _Mapping]]] = ..., found: _Optional[_Iterable[_Union[DhtFound, _Mapping]]] = ...) -> None: ...
 
 class DhtStoreRequest(_message.Message):
-    __slots__ = ("sender", "records", "count")
+    __slots__ = ("sender", "records", "count", "probe")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     sender: _containers.RepeatedScalarFieldContainer[str]
     records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
     count: int
-    def __init__(self, sender: _Optional[_Iterable[str]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., count: _Optional[int] = ...) -> None: ...
+    probe: bool
+    def __init__(self, sender: _Optional[_Iterable[str]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., count: _Optional[int] = ..., probe: bool = ...) -> None: ...
 
 class DhtStored(_message.Message):
     __slots__ = ("status", "record_version", "nearest", "other")

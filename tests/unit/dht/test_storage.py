@@ -317,3 +317,15 @@ def test_usage_knows_the_heaviest() -> None:
     for author in authors:
         usage.add(author, -usage[author])
     assert (usage.heaviest(), len(usage)) == (None, 0)
+
+
+def test_a_probe_tells_what_is_outdated_and_keeps_nothing() -> None:
+    storage = Storage(DhtConfig())
+    storage.check(copy(2), 0.0)
+    assert len(storage) == 0
+    storage.offer(copy(2), 0.0)
+    storage.check(copy(2), 0.0)
+    for held_s in (0.0, 11.0):  # while a newer version is held, and after it has ended
+        with pytest.raises(RecordRefusedError) as caught:
+            storage.check(copy(1, expires_s=20.0), held_s)
+        assert (caught.value.reason, caught.value.record_version) == ("outdated", 2)
