@@ -109,15 +109,16 @@ class PushSeat:
         await self._look_if_due()
         targets, outcome = self._targets()
         shares, received, senders = await _to_the_end(self._exchange(vector, targets))
-        if shares or received:
-            outcome = Pushed(len(shares), received, self.ledger.weight, len(self.ledger.open) - len(shares))
+        pushed = bool(shares) or received is not None
+        if pushed:
+            outcome = Pushed(len(shares), received or 0, self.ledger.weight, len(self.ledger.open) - len(shares))
         problems, self._problems = self._problems, {}
         sent_bytes, self._sent_bytes = self._sent_bytes, 0
         received_bytes, self._received_bytes = self._received_bytes, 0
         met = dict.fromkeys([self._endpoint.peer_id, *(share.to for share in shares), *senders])
         return Round(
             outcome=outcome,
-            members=tuple(map(str, met)) if shares or received else (),
+            members=tuple(map(str, met)) if pushed else (),
             bytes_sent=sent_bytes,
             bytes_received=received_bytes,
             seconds=self.now - begun,
@@ -148,7 +149,7 @@ class PushSeat:
 
     async def _exchange(
         self, vector: FlatVector, targets: list[PeerId]
-    ) -> tuple[list[Share[list[bytes]]], int, dict[PeerId, None]]:
+    ) -> tuple[list[Share[list[bytes]]], int | None, dict[PeerId, None]]:
         async with self._lock:
             received, senders = await self._absorb(vector)
             shares: list[Share[list[bytes]]] = []
@@ -161,17 +162,19 @@ class PushSeat:
             self._stepped_at = self.now
             return shares, received, senders
 
-    async def _absorb(self, vector: FlatVector) -> tuple[int, dict[PeerId, None]]:
+    async def _absorb(self, vector: FlatVector) -> tuple[int | None, dict[PeerId, None]]:
+        """Take in what waits: how many shares of others that was, and whose; none if not even our own waited."""
         ledger = self.ledger
         senders, self._senders = self._senders, {}
-        if ledger.waiting:
+        waited = ledger.waiting > 0
+        if waited:
             held_s = ledger.waiting * self.now - self._waited
             moved = min(ledger.waiting, max(0.0, held_s / max(self.now - self._stepped_at, 1e-9)))
             self._waited = 0.0
             spoilt = await self._compute(self._mass.absorb, vector, ledger.weight, ledger.waiting, moved)
             if spoilt:
                 self._note(f"{spoilt} chunks keep local values: with what arrived they are not finite")
-        return ledger.absorb(), senders
+        return (ledger.absorb() if waited else None), senders
 
     def _candidates(self) -> list[PeerId]:
         now = self.now

@@ -47,7 +47,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """A step of push-sum: shares set out or were taken in. `Round.degraded` says which ones came back."""
+    """A step of push-sum: shares set out, were taken in, or came back, of which `Round.degraded` tells."""
 
     sent: int = 0
     """Shares that set out with this step; how they fare shows later."""

@@ -170,7 +170,8 @@ def test_a_refused_share_comes_back(world: World) -> None:
         await settled([one])
         end = await one.averager.step_async()
         assert any("came back: too many shares wait" in problem for problem in end.degraded)
-        assert isinstance(end.outcome, TooFew), "who did not take a share is left alone for a moment"
+        assert end.outcome == Pushed(0, 0, 1.0), "who did not take a share is left alone for a moment"
+        assert isinstance((await one.averager.step_async()).outcome, TooFew)
         assert one.seat.ledger.weight == 1.0
         torch.testing.assert_close(one.flat(), before)
 
@@ -316,5 +317,25 @@ def test_a_late_joiner_brings_its_own_values(world: World) -> None:
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-9)  # type: ignore[arg-type]
         end: Round = await late.averager.step_async()
         assert isinstance(end.outcome, Pushed)
+
+    world.run(main)
+
+
+def test_what_comes_back_reaches_tensors_that_a_round_works_on_a_copy_of(world: World) -> None:
+    async def main() -> None:
+        one, other = await mates(world, [[torch.ones(6)[::2]], [torch.ones(3)]])
+        one.tensors[0] = torch.ones(6)[::2]  # not contiguous: averaged in a copy
+        await one.averager.aclose()
+        one.averager = Averager(one, one.tensors, "trunk", PushSum())
+        await one.averager.open()
+        world.at_close(one.averager.aclose)
+        for _ in range(MAX_WAITING):
+            other.seat.ledger.arrived(0.0)
+        await one.averager.step_async()
+        await settled([one])
+        one.tensors[0].fill_(3.0)
+        one.seat._stepped_at = -1e9  # it was here for no time compared with that: nothing moves along
+        await one.averager.step_async()
+        torch.testing.assert_close(one.tensors[0], torch.full((3,), 2.0), rtol=1e-3, atol=1e-3)
 
     world.run(main)
