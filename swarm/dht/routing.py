@@ -201,14 +201,16 @@ class Table(RoutingTable):  # type: ignore[misc]
     def nearest(self, target: int, k: int, exclude: bytes | None = None) -> list[PeerNode]:
         """Exactly the k nearest known nodes, nearest first.
 
-        Buckets are disjoint subtrees, so that every node of one is nearer than every node of the next.
+        Buckets are disjoint subtrees, so that every node of one is nearer than every node of the next, the target's own
+        bucket first.
         """
-        found: list[PeerNode] = []
-        for bucket in sorted(self.buckets, key=lambda b: b.least(target)):
-            nodes = sorted(bucket.nodes.values(), key=lambda n: n.long_id ^ target)
-            found += [n for n in nodes if n.id != exclude] if exclude is not None else nodes
-            if len(found) >= k:
-                break
+        found = _by_distance(self.buckets[self._index(target)], target, exclude)
+        if len(found) < k:
+            found = []
+            for bucket in sorted(self.buckets, key=lambda b: b.least(target)):
+                found += _by_distance(bucket, target, exclude)
+                if len(found) >= k:
+                    break
         return found[:k]
 
     @property
@@ -236,6 +238,11 @@ class Table(RoutingTable):  # type: ignore[misc]
 
     def all_nodes(self) -> list[PeerNode]:
         return [node for bucket in self.buckets for node in bucket.nodes.values()]
+
+
+def _by_distance(bucket: Bucket, target: int, exclude: bytes | None) -> list[PeerNode]:
+    nodes = sorted(bucket.nodes.values(), key=lambda n: n.long_id ^ target)
+    return nodes if exclude is None else [n for n in nodes if n.id != exclude]
 
 
 class AddressBook:

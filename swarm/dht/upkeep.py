@@ -120,8 +120,7 @@ class Upkeep:
         """Ping those that share records with us and the heads of buckets, if they have been silent for a round."""
         silent_since_s = self._do.runtime.clock.time() - self._do.config.maintenance_s
         nodes = {node.id: node for node in self._do.protocol.callers.take_pings()}
-        for key in self._do.storage.held_keys():
-            nodes.update({node.id: node for node in self._handover.nearest(key) if node is not self._book.me})
+        nodes.update({node.id: node for node in self._handover.neighbours()})
         for bucket in self._book.table.buckets:
             if bucket.nodes:
                 nodes.setdefault(bucket.head().id, bucket.head())

@@ -13,8 +13,9 @@ import pytest
 
 from swarm.config import PeerConfig
 from swarm.dht import Dht, bootstrap_addresses
-from swarm.dht.events import IslandMet, Rejoined
+from swarm.dht.events import IslandMet, PeerThrottled, Rejoined
 from swarm.dht.known import FILE_NAME, KnownPeersUnusable, read_known
+from swarm.dht.node import Put
 from swarm.dht.protocol import FIND
 from swarm.dht.records import position_of
 from swarm.endpoint import Endpoint
@@ -56,6 +57,27 @@ async def remembering(world: World, path: Path, bootstrap: Sequence[Contact] = (
     if bootstrap:
         await dht.bootstrap(bootstrap)
     return dht
+
+
+# Meeting
+
+
+def test_a_newcomer_that_takes_little_at_a_time_receives_everything_in_the_end(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        peers = await network(memory_world, WAN.dht.replication - 1)
+        count, per_s = 2000, 20.0
+        puts = [Put(f"k{i}", i, 3600.0, renew=False) for i in range(count)]
+        assert min(await peers[0].dht.put_many(puts)) == len(peers)
+        slow = PeerConfig.preset("wan", dht={"max_work_per_s": per_s})
+        newcomer = await memory_world.endpoint(bootstrap=[peers[1].contact], config=slow)
+        throttled = newcomer.runtime.events
+        await asyncio.sleep(1.3 * WAN.dht.maintenance_s)
+        assert 0 < newcomer.dht.held < count
+        await asyncio.sleep(6 * WAN.dht.maintenance_s)
+        assert throttled.count(PeerThrottled) > 0
+        assert newcomer.dht.held == count
+
+    memory_world.run(main)
 
 
 # Leaving
