@@ -80,6 +80,11 @@ class ReadCache:
             self.stats.absent_hits += 1
         return answer.entries
 
+    def known(self, key: str, now_s: float) -> list[Copy]:
+        """What is left of an answer of any age: to be confirmed by the network, but it need not travel again."""
+        answer = self._present.get(key)
+        return [copy for copy in answer.entries.values() if copy.expires_s > now_s] if answer is not None else []
+
     def begin(self, now_s: float) -> Reading:
         """A read starts. Give its answer to `finish`, or call `abandon`."""
         reading = Reading(now_s)

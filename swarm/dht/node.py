@@ -289,7 +289,10 @@ class Dht:
     async def _read(
         self, keys: Sequence[str], *, fresh: bool, known: Mapping[str, Sequence[Copy]] | None = None
     ) -> Merged:
-        reading = self._cache.begin(self._do.runtime.clock.time())
+        now_s = self._do.runtime.clock.time()
+        if known is None:
+            known = {key: self._cache.known(key, now_s) for key in keys}
+        reading = self._cache.begin(now_s)
         try:
             found = await self._do.read(self._author.own(keys), full=fresh, known=known)
             self._author.notice(copy for entries in found.values() for copy in entries.values())

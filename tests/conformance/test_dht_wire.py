@@ -102,6 +102,36 @@ def test_a_large_key_travels_once_in_a_read_and_hardly_at_all_when_it_is_read_ag
     world.run(main)
 
 
+def test_a_repeated_get_moves_digests_and_returns_what_holders_confirm(world: World) -> None:
+    async def main() -> None:
+        peers = await network(world, 8)
+        await peers[0].dht.put_many([Put("k", bytes(3500), 60, subkey=f"{i:02}") for i in range(40)])
+        reader = by_distance(peers, "k")[-1]
+
+        async def received() -> int:
+            before = reader.transport.stats.received_bytes
+            for fresh in (False, True):
+                assert len(await reader.dht.get("k", fresh=fresh)) == 40
+            return reader.transport.stats.received_bytes - before
+
+        assert await received() > 40 * 3500
+        assert await received() < 0.05 * 40 * 3500
+        await peers[0].dht.delete("k", "07")
+        await peers[0].dht.put("k", "new", subkey="08", ttl_s=60)
+        entries = {entry.subkey: entry.body for entry in await reader.dht.get("k", fresh=True)}
+        assert len(entries) == 39
+        assert entries["08"] == "new"
+
+        async def lost(_context: object, request: pb.DhtFindRequest) -> pb.DhtFindResponse:
+            return pb.DhtFindResponse(found=[pb.DhtFound()] * len(request.targets))
+
+        for peer in peers:
+            peer.transport.serve(FIND, lost)
+        assert await reader.dht.get("k", fresh=True) == []  # nobody confirms what it has seen
+
+    world.run(main)
+
+
 def test_answers_by_digest_that_make_no_sense_cost_their_sender_its_vote(world: World) -> None:
     async def main() -> None:
         peers = await network(world, 7)
