@@ -60,7 +60,7 @@ def test_128_peers_push_while_a_fifth_of_all_messages_is_lost(memory_world: Memo
 
     memory_world.run(main, timeout_s=590)
     print(f"spread {before:.3g} to {spread(values):.3g}")
-    assert spread(values) < 0.01 * before
+    assert spread(values) < 0.1 * before
 
 
 @pytest.mark.timeout(600)
