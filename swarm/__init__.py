@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from swarm.averaging.averager import Averager as Averager
     from swarm.averaging.gossip import Gossip as Gossip
     from swarm.averaging.gossip import PushSum as PushSum
+    from swarm.averaging.robust import CenteredClip as CenteredClip
+    from swarm.averaging.robust import Median as Median
+    from swarm.averaging.robust import TrimmedMean as TrimmedMean
     from swarm.averaging.rounds import Round as Round
     from swarm.config import PeerConfig as PeerConfig
     from swarm.dht.node import Put as Put
@@ -43,12 +46,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "AllReduce": "swarm.averaging.allreduce",
     "Averager": "swarm.averaging.averager",
+    "CenteredClip": "swarm.averaging.robust",
     "DataShard": "swarm.training.data",
     "Entry": "swarm.dht.records",
     "ExpertGrid": "swarm.experts.spec",
     "Gossip": "swarm.averaging.gossip",
     "KeyPair": "swarm.identity",
     "LocalSwarm": "swarm.simulation.local",
+    "Median": "swarm.averaging.robust",
     "MixtureOfExperts": "swarm.experts.moe",
     "OptimizerSpec": "swarm.experts.spec",
     "ParameterAveraging": "swarm.training.attach",
@@ -63,6 +68,7 @@ _HOMES = {
     "Run": "swarm.run",
     "SwarmError": "swarm.errors",
     "TensorSpec": "swarm.experts.spec",
+    "TrimmedMean": "swarm.averaging.robust",
     "attach": "swarm.training.attach",
     "create_run": "swarm.run",
     "expert": "swarm.experts.spec",

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarm.averaging.robust import Reducer, RobustReducer, bounded_weights, check_reducer
 from swarm.averaging.vector import Chunk, FlatVector
 from swarm.errors import MalformedFrameError, UsageError
 from swarm.identity import PeerId
@@ -50,6 +51,9 @@ class AllReduce:
         role: What the tensors are. Those of `gradients` (and differences) are rounded stochastically, without bias.
         error_feedback: Keep what lossy codecs leave out and send it in the next round, at the price of one fp32 copy of
             the tensors that travel with them. None: with `int8`, `int4` and `topk`.
+        reducer: `"mean"`, or what bounds the influence of members that lie about their values: `CenteredClip()`,
+            `Median()`, `TrimmedMean()`. These need groups of more than two, cost more time (see docs/benchmarks.md),
+            and memory for one chunk of every member.
     """
 
     min_group: int = 2
@@ -57,11 +61,19 @@ class AllReduce:
     codec: str = "none"
     role: Role = "parameters"
     error_feedback: bool | None = None
+    reducer: Reducer = "mean"
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_group <= self.max_group <= 256:
             raise UsageError("An averaging group has 2 to 256 members.", fix="Use 2 <= min_group <= max_group <= 256.")
         check_codec(self.codec, self.role)
+        check_reducer(self.reducer)
+        if self.reducer != "mean" and self.codec.startswith(_DIFFERENCES_ONLY):
+            raise UsageError(
+                f"Members that send their largest values only ({self.codec}) do not send the same coordinates, so that "
+                "a robust reducer takes what few sent for lies.",
+                fix="Use it with another codec, such as int8.",
+            )
 
 
 def check_codec(name: str, role: Role) -> None:
@@ -211,14 +223,18 @@ class Reduced:
 class ChunkReducer:
     """Averages chunks of a vector, one at a time, with scratch memory of two chunks that it keeps.
 
+    A robust reducer needs a chunk in fp32 for every member instead, and `CenteredClip` that twice.
+
     Args:
         vector: This member's values; reduced chunks are replaced by the average.
         feedback: What earlier rounds left out.
+        reducer: How values become an average.
     """
 
-    def __init__(self, vector: FlatVector, feedback: ErrorFeedback | None = None) -> None:
+    def __init__(self, vector: FlatVector, feedback: ErrorFeedback | None = None, reducer: Reducer = "mean") -> None:
         self._vector = vector
         self._feedback = feedback
+        self._robust = reducer if isinstance(reducer, RobustReducer) else None
         self._scratch: dict[str, Tensor] = {}
 
     def reduce(
@@ -241,8 +257,11 @@ class ChunkReducer:
         rows = [row for row in candidates if row[1] > 0]
         malformed: list[PeerId] = []
         offenders: tuple[PeerId | None, ...] = ()
-        mean, total = self._mean(own, rows, segment.codec, malformed)
-        if mean is not None and not is_finite(mean):
+        if self._robust is not None:
+            mean, total, offenders = self._combine(self._robust, own, rows, segment.codec, malformed)
+        else:
+            mean, total = self._mean(own, rows, segment.codec, malformed)
+        if self._robust is None and mean is not None and not is_finite(mean):
             bad = [row for row in rows if not is_finite(self._values(own, row[2], segment.codec))]
             offenders = tuple(row[0] for row in bad)
             rows = [row for row in rows if row[0] not in offenders]
@@ -276,6 +295,34 @@ class ChunkReducer:
             feedback.reduced(chunk.segment, chunk.start, mean, total, applied)
         self._vector.write(chunk, applied)
         return encoded
+
+    def _combine(
+        self, robust: RobustReducer, own: Tensor, rows: list[Values], codec: Codec, malformed: list[PeerId]
+    ) -> tuple[Tensor | None, float, tuple[PeerId | None, ...]]:
+        """A robust average in scratch memory, the total weight, who sent what is not finite. Removes unusable rows."""
+        wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+        matrix = self._take("members", len(rows) * own.numel(), wide).view(len(rows), -1)
+        usable: list[Values] = []
+        offenders: list[PeerId | None] = []
+        for row in rows:
+            into = matrix[len(usable)]
+            try:
+                into.copy_(self._values(own, row[2], codec))
+            except MalformedFrameError:
+                assert row[0] is not None
+                malformed.append(row[0])
+                continue
+            if is_finite(into):
+                usable.append(row)
+            else:
+                offenders.append(row[0])
+        rows[:] = usable
+        if not rows:
+            return None, 0.0, tuple(offenders)
+        average = self._take("sum", own.numel(), wide)
+        robust.combine(matrix[: len(rows)], bounded_weights([weight for _, weight, _ in rows]), average)
+        total = min(sum(weight for _, weight, _ in rows), 1e300)
+        return average if is_finite(average) else None, total, tuple(offenders)
 
     def _mean(
         self, own: Tensor, rows: list[Values], codec: Codec, malformed: list[PeerId]

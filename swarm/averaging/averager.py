@@ -13,7 +13,7 @@ from typing import Literal, Protocol, overload
 import torch
 from torch import Tensor
 
-from swarm.averaging.allreduce import choose_codecs, make_feedback
+from swarm.averaging.allreduce import AllReduce, choose_codecs, make_feedback
 from swarm.averaging.decisions import Terms
 from swarm.averaging.exchange import Exchange
 from swarm.averaging.gossip import PushSum, Strategy
@@ -129,10 +129,10 @@ class Averager:
         self._copy: FlatVector | None = None
         self._before: FlatVector | None = None
         config = self._endpoint.config.averaging
-        kinds = [type(strategy).__name__, str(config.chunk_bytes), *(codec.name for codec in self._codecs)]
+        kinds = [strategy_spec(strategy), str(config.chunk_bytes), *(codec.name for codec in self._codecs)]
         layout = "/".join(kinds).encode() + b"\0" + schema_hash(metas)
         self.schema_hash = hashlib.sha256(b"swarm/averaging/2\0" + layout).digest()
-        """Equal for peers that can be in a group: shapes, dtypes and codecs, kind of strategy, size of messages."""
+        """Equal for peers that can be in a group: shapes, dtypes, codecs, how values are reduced, size of messages."""
         self.feedback = make_feedback(strategy.error_feedback, self._vector, self.schema_hash)
         """What lossy codecs left out so far; its `state()` belongs into checkpoints. None without error feedback."""
         self._seat: Seat | PushSeat | None = None
@@ -325,6 +325,7 @@ class Averager:
                 config=config.averaging,
                 feedback=self.feedback,
                 stochastic=self.strategy.role == "gradients",
+                reducer=self.strategy.reducer if isinstance(self.strategy, AllReduce) else "mean",
                 bandwidth=self._service.bandwidth,
                 on_offender=self._service.report,
             )
@@ -388,6 +389,15 @@ class Averager:
             self._closed = True  # the announcement went with the peer
         if not self._closed:
             self._endpoint.run_sync(self.aclose())
+
+
+def strategy_spec(strategy: Strategy) -> str:
+    """What members must agree on besides tensors and codecs."""
+    kind = type(strategy).__name__
+    if not isinstance(strategy, AllReduce):
+        return kind
+    reducer = strategy.reducer if isinstance(strategy.reducer, str) else strategy.reducer.spec
+    return f"{kind} {reducer}"
 
 
 def _on_a_loop() -> bool:

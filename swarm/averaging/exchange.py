@@ -13,6 +13,7 @@ import asyncio
 from swarm.averaging.agreement import judge
 from swarm.averaging.bandwidth import Bandwidths
 from swarm.averaging.reducing import PartServer
+from swarm.averaging.robust import Reducer
 from swarm.averaging.rounds import RoundReport, Seal
 from swarm.averaging.sending import PartClient
 from swarm.averaging.shared import EXCHANGE, OnOffender, Part, Shared
@@ -36,6 +37,7 @@ class Exchange:
         report: Collects bytes and degradations.
         feedback: What lossy codecs left out of earlier rounds.
         stochastic: Round without bias instead of to the nearest, where the codec can.
+        reducer: How values become an average.
         bandwidth: Where rates of transfers are counted.
         on_offender: Told who spoils the round, and how.
     """
@@ -52,6 +54,7 @@ class Exchange:
         config: AveragingConfig,
         feedback: ErrorFeedback | None = None,
         stochastic: bool = False,
+        reducer: Reducer = "mean",
         bandwidth: Bandwidths | None = None,
         on_offender: OnOffender | None = None,
     ) -> None:
@@ -65,6 +68,7 @@ class Exchange:
             config,
             feedback=feedback,
             stochastic=stochastic,
+            reducer=reducer,
             bandwidth=bandwidth,
             on_offender=on_offender,
         )

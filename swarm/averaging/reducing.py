@@ -30,7 +30,7 @@ class PartServer:
         self._part = part
         others = [m.peer_id for m in shared.seal.members if m.peer_id != shared.me]
         self._reduction = PartReduction(len(part.chunks), others)
-        self._reducer = ChunkReducer(shared.vector, shared.feedback)
+        self._reducer = ChunkReducer(shared.vector, shared.feedback, shared.reducer)
         self._averages: list[bytes] = []
         self._contributors: list[dict[PeerId | None, None]] = []
         self._changed = Signal()

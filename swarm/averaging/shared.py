@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from swarm.averaging.agreement import PartTally, Result
 from swarm.averaging.bandwidth import Bandwidths
 from swarm.averaging.probation import Offence
+from swarm.averaging.robust import Reducer
 from swarm.averaging.rounds import Member, RoundReport, Seal
 from swarm.averaging.vector import Chunk, FlatVector
 from swarm.config import AveragingConfig
@@ -87,6 +88,7 @@ class Shared:
     config: AveragingConfig
     feedback: ErrorFeedback | None = None
     stochastic: bool = False
+    reducer: Reducer = "mean"
     bandwidth: Bandwidths | None = None
     on_offender: OnOffender | None = None
     parts: list[Part] = field(default_factory=list)
