@@ -12,9 +12,9 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from swarm.config import PeerConfig
-from swarm.dht.messages import Want
-from swarm.dht.protocol import FIND, PING, STORE
-from swarm.dht.records import Copy, encode_body, position_of, sign_record, to_wire
+from swarm.dht.bodies import encode_body
+from swarm.dht.messages import FIND, PING, STORE, Want
+from swarm.dht.records import Copy, position_of, sign_record, to_wire
 from swarm.dht.routing import PeerNode
 from swarm.dht.schemas import Schema, integer
 from swarm.endpoint import Endpoint

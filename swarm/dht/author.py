@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from swarm.dht.bodies import decode_body
 from swarm.dht.events import DuplicateIdentity, RenewalFailed
 from swarm.dht.incarnations import COOLDOWN_S, Claimed, Incarnations
 from swarm.dht.operations import Operations, Placed
@@ -19,12 +20,10 @@ from swarm.dht.records import (
     MAX_VERSION,
     Copy,
     Record,
-    Refusal,
     check_names,
-    decode_body,
-    refused,
     sign_record,
 )
+from swarm.dht.refusals import Refusal, refused
 from swarm.identity import KeyPair
 
 ATTEMPTS = 3

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.dht.fairness import SLACK
+from swarm.dht.messages import MAX_STORED
 from swarm.dht.operations import SHORTEST_S, Operations
-from swarm.dht.protocol import MAX_STORED
 from swarm.dht.records import Copy, position_of
 from swarm.dht.routing import ID_BITS, PeerNode
 from swarm.errors import RateLimitedError, SwarmError
@@ -50,7 +50,7 @@ class Handover:
         self._shares: dict[str, _Share] = {}
         self._present: dict[bytes, None] = {}
         """Who was in the table when newcomers were looked for last, and ourselves."""
-        operations.protocol.on_held = self._note
+        operations.storage.on_held = self._note
 
     def neighbours(self) -> list[PeerNode]:
         """Everybody in the table who presumably shares records with us."""

@@ -1,4 +1,4 @@
-"""What DHT calls ask and answer, between the messages of the wire and what lookups work with; all of it bounded."""
+"""The DHT's three calls, and what they ask and answer: between wire and lookups, all of it bounded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from swarm.dht.reading import Told
-from swarm.dht.records import MAX_NAME_BYTES, Copy, Refusal, position_of
+from swarm.dht.records import MAX_NAME_BYTES, Copy, position_of
+from swarm.dht.refusals import Refusal
 from swarm.dht.routing import ID_BYTES, PeerNode
 from swarm.errors import MalformedFrameError
 from swarm.identity import PeerId
-from swarm.net.transport import Contact
+from swarm.net.transport import Contact, UnaryMethod
 from swarm.pb import dht_pb2 as pb
+from swarm.roles import ALL_ROLES, Role
 
+PING = UnaryMethod("/swarm.pb.Dht/Ping", pb.DhtPingRequest, pb.DhtPingResponse)
+FIND = UnaryMethod("/swarm.pb.Dht/Find", pb.DhtFindRequest, pb.DhtFindResponse)
+STORE = UnaryMethod("/swarm.pb.Dht/Store", pb.DhtStoreRequest, pb.DhtStoreResponse, roles=ALL_ROLES - {Role.MONITOR})
+
+MAX_TARGETS = 64
+"""Positions in one find request."""
+MAX_STORED = 256
+"""Records in one store request."""
+MAX_FOUND = 8192
+"""Records in one find answer."""
 MAX_NEAREST = 256
 """Peers named for one target or record in an answer."""
 MAX_ADDRESSES = 8

@@ -10,13 +10,14 @@ from typing import Any
 
 from swarm.config import DhtConfig
 from swarm.dht.author import Author, Draft
+from swarm.dht.bodies import encode_body
 from swarm.dht.cache import CacheStats, ReadCache
 from swarm.dht.driver import Driver
 from swarm.dht.handover import Handover
 from swarm.dht.known import SAVED_FRACTION, KnownPeers, KnownPeersUnusable, read_known, write_known
 from swarm.dht.operations import DhtStats, Operations
 from swarm.dht.protocol import Protocol
-from swarm.dht.records import Copy, Entry, EntryId, check_names, check_ttl_ms, encode_body, to_entry
+from swarm.dht.records import Copy, Entry, EntryId, check_names, check_ttl_ms, to_entry
 from swarm.dht.routing import AddressBook
 from swarm.dht.schemas import Schema
 from swarm.dht.storage import Storage

@@ -12,10 +12,11 @@ from swarm.dht.crawl import Ask, Crawl, Lookup
 from swarm.dht.driver import Driver
 from swarm.dht.events import RecordRefused, UnderReplicated
 from swarm.dht.hearsay import is_thin
-from swarm.dht.messages import Want
-from swarm.dht.protocol import MAX_TARGETS, STORE, Protocol
+from swarm.dht.messages import MAX_TARGETS, STORE, Want
+from swarm.dht.protocol import Protocol
 from swarm.dht.reading import Read
-from swarm.dht.records import Copy, EntryId, PlaceId, Refusal, position_of
+from swarm.dht.records import Copy, EntryId, PlaceId, position_of
+from swarm.dht.refusals import Refusal
 from swarm.dht.routing import AddressBook, PeerNode
 from swarm.dht.storage import Storage
 from swarm.dht.witness import Witness
@@ -243,8 +244,7 @@ class Operations:
             if held is not None and held.record.incarnation != copy.record.incarnation:
                 outcome.others.append(held)
             try:
-                if self.storage.offer(copy, self.runtime.clock.time()) and self.protocol.on_held is not None:
-                    self.protocol.on_held(copy.record.key)
+                self.storage.offer(copy, self.runtime.clock.time())
             except RecordRefusedError as error:
                 outcome.outdated_by = max(outcome.outdated_by, error.record_version)
                 self.runtime.emit(RecordRefused(reason=error.reason, sender=str(self.book.me.contact.peer_id)))

@@ -1,21 +1,19 @@
-"""Signed, expiring records: what they contain, how they travel, when they are refused, and which of two wins."""
+"""Signed, expiring records: what they contain, how they travel, and which of two wins."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
 import msgpack
 
 from swarm.config import KIB
-from swarm.errors import BadSignatureError, RecordRefusedError
-from swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, KeyPair, PeerId, verify
+from swarm.dht.bodies import decode_body
+from swarm.dht.refusals import Refusal, refused
+from swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, KeyPair, PeerId
 from swarm.pb import dht_pb2 as pb
 
 MAX_NAME_BYTES = 256
@@ -34,53 +32,12 @@ RUN_TAG_BYTES = 8
 """So much of the run id travels with a record, to tell another run's record from a forged one."""
 RECORD_OVERHEAD_BYTES = 256
 """Bound of what a record adds to its key, subkey and body on the wire."""
-MAX_NESTING = 32
-"""Levels of lists and tables in a body."""
-_OPENING = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
-_EXTENSIONS = bytes([0xC1, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
-_PLAIN = bytes(code for code in range(256) if code not in _EXTENSIONS)
-_FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-"""Bytes that follow the code of a number."""
-_COUNTED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-"""Bytes of the length that follows the code of raw bytes, a text, a list, a table."""
-VERIFIED_KEPT = 8192
 SIGNATURE_DOMAIN = "record"
 
 EntryId = tuple[PeerId, str]
 """(author, subkey): an entry's place under its key."""
 PlaceId = tuple[str, PeerId, str]
 """(key, author, subkey): an entry's place in the run."""
-
-
-class Refusal(IntEnum):
-    """Why a record was not taken; travels in store answers (all but the last, which only a reader meets)."""
-
-    NONE = 0
-    MALFORMED = 1
-    TOO_LARGE = 2
-    BAD_SIGNATURE = 3
-    FOREIGN = 4
-    """Signed for another run."""
-    OUTDATED = 5
-    """A newer version is known: a replay, or an author that lost its memory."""
-    EXPIRED = 6
-    QUOTA = 7
-    FUTURE = 8
-    """Of a format that newer software writes."""
-    SCHEMA = 9
-    """The key belongs to a namespace of ours, and the body is not what is kept there."""
-    UNSIGNED = 10
-    MISPLACED = 11
-    """Of another key than the one asked for."""
-
-    @property
-    def reason(self) -> str:
-        return self.name.lower()
-
-
-def refused(refusal: Refusal, message: str, fix: str | None = None, record_version: int = 0) -> RecordRefusedError:
-    """The error for a refusal."""
-    return RecordRefusedError(message, fix=fix, reason=refusal.reason, record_version=record_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,76 +134,6 @@ def merge(copies: Iterable[Copy], into: dict[EntryId, Copy] | None = None) -> di
     return result
 
 
-def encode_body(body: Any) -> bytes:
-    """Body to msgpack. Raises `RecordRefusedError` for values that msgpack has no form for, or that nest too deep."""
-    try:
-        encoded = bytes(msgpack.packb(body))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise refused(
-            Refusal.MALFORMED, f"The body cannot be written as msgpack: {error}.", "Use plain values."
-        ) from error
-    decode_body(encoded)
-    return encoded
-
-
-def decode_body(body: bytes) -> Any:
-    """Msgpack to plain values. Raises `RecordRefusedError`; anything may be in there.
-
-    Lists and tables nest at most `MAX_NESTING` deep and never claim more items than there are bytes: a claim is
-    allocated before its items are read, so that a few bytes could otherwise ask for megabytes.
-    """
-    try:
-        # Cheap for almost all bodies: so few bytes that could open a level cannot nest any deeper.
-        if len(body) - len(body.translate(None, _OPENING)) > MAX_NESTING or body.translate(None, _PLAIN):
-            _scan(body)
-        return msgpack.unpackb(body, strict_map_key=False)
-    except (ValueError, TypeError, OverflowError, RecursionError, IndexError, msgpack.UnpackException) as error:
-        raise refused(Refusal.MALFORMED, f"The body of a record is no msgpack of plain values: {error}.") from error
-
-
-def _scan(body: bytes) -> None:
-    """Walk over msgpack without building anything. Raises `ValueError` or `IndexError`."""
-    at, end = 0, len(body)
-    open_items = [1]  # items still to come, by level
-    owed = 1  # in all levels
-    while open_items:
-        if not open_items[-1]:
-            open_items.pop()
-            continue
-        code = body[at]
-        at += 1
-        open_items[-1] -= 1
-        owed -= 1
-        items = -1
-        if code <= 0x7F or code >= 0xE0 or code in (0xC0, 0xC2, 0xC3):
-            continue
-        if code <= 0x8F:
-            items = 2 * (code & 0x0F)
-        elif code <= 0x9F:
-            items = code & 0x0F
-        elif code <= 0xBF:
-            at += code & 0x1F
-        elif code in _FIXED:
-            at += _FIXED[code]
-        elif code in _COUNTED:
-            width = _COUNTED[code]
-            count = int.from_bytes(body[at : at + width], "big")
-            at += width
-            if code <= 0xDB:
-                at += count
-            else:
-                items = 2 * count if code >= 0xDE else count
-        else:
-            raise ValueError(f"an extension type, or no code of msgpack: {code:#x}")
-        if at > end:
-            raise ValueError("it ends too early")
-        if items >= 0:
-            owed += items
-            open_items.append(items)
-            if owed > end - at or len(open_items) > MAX_NESTING + 1:
-                raise ValueError(f"more items than bytes, or more than {MAX_NESTING} levels")
-
-
 def check_ttl_ms(ttl_s: float) -> int:
     """A lifetime as it is signed. Raises `RecordRefusedError`."""
     if not 0.001 <= ttl_s <= MAX_TTL_S:
@@ -262,7 +149,8 @@ def check_names(key: str, subkey: str = "") -> None:
         raise refused(Refusal.TOO_LARGE, f"Keys and subkeys have at most {MAX_NAME_BYTES} bytes, keys at least one.")
 
 
-def _check_fields(record: Record, max_body_bytes: int) -> None:
+def check_fields(record: Record, max_body_bytes: int) -> None:
+    """What can be said without looking at signature and body. Raises `RecordRefusedError`."""
     if not record.signature:
         raise refused(Refusal.UNSIGNED, "The record carries no signature.")
     if (
@@ -293,7 +181,7 @@ def sign_record(
         author.public_key, key, subkey, body, record_version, ttl_ms, deleted, bytes(SIGNATURE_BYTES), incarnation,
         run_id[:RUN_TAG_BYTES],
     )  # fmt: skip
-    _check_fields(draft, max_body_bytes)
+    check_fields(draft, max_body_bytes)
     return replace(draft, signature=author.sign(SIGNATURE_DOMAIN, draft.payload(run_id)))
 
 
@@ -319,79 +207,6 @@ def to_wire(copy: Copy, now_s: float) -> pb.DhtRecord:
 def remaining_ms(copy: Copy, now_s: float) -> int:
     """What is left of a copy's lifetime, as it travels."""
     return max(0, min(copy.record.ttl_ms, int(copy.remaining_s(now_s) * 1000)))
-
-
-class Checker:
-    """Checks records that arrive, remembering signatures it has verified (bounded).
-
-    Args:
-        run_id: The run whose records are accepted.
-        max_body_bytes: Largest body accepted.
-        check_body: Raises `RecordRefusedError` where a decoded body does not belong under its author, key and subkey.
-    """
-
-    def __init__(
-        self, run_id: bytes, max_body_bytes: int, check_body: Callable[[PeerId, str, str, Any], None] | None = None
-    ) -> None:
-        self._run_id = run_id
-        self._check_body = check_body
-        self._max_body_bytes = max_body_bytes
-        self._verified: OrderedDict[bytes, bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def check(self, message: pb.DhtRecord, now_s: float, key: str | None = None) -> Copy:
-        """The copy that a message carries.
-
-        Args:
-            now_s: Local time, from which the remaining lifetime counts.
-            key: The only key that is acceptable, if any.
-
-        Raises:
-            RecordRefusedError: Malformed, too large, expired, of another run or key, of a later format, or not signed
-                by its author; or its body is not what is kept under its key.
-        """
-        if message.format > RECORD_FORMAT:
-            raise refused(
-                Refusal.FUTURE, f"The record has format {message.format}; this peer reads {RECORD_FORMAT}.",
-                "Update swarm on this peer.",
-            )  # fmt: skip
-        if message.format != RECORD_FORMAT:
-            raise refused(Refusal.MALFORMED, "The record names no format.")
-        record = Record(
-            message.author, message.key, message.subkey, message.body, message.record_version, message.ttl_ms,
-            message.deleted, message.signature, message.incarnation, message.run,
-        )  # fmt: skip
-        _check_fields(record, self._max_body_bytes)
-        if record.run != self._run_id[:RUN_TAG_BYTES]:
-            raise refused(Refusal.FOREIGN, "The record belongs to another run.")
-        if key is not None and record.key != key:
-            raise refused(Refusal.MISPLACED, "A record of another key than the one asked for.")
-        if message.remaining_ms == 0:
-            raise refused(Refusal.EXPIRED, "The record has expired.")
-        self._verify(record)
-        return Copy(record, now_s + min(message.remaining_ms, record.ttl_ms) / 1000)
-
-    def knows(self, message: pb.DhtRecord) -> bool:
-        """Whether this signature has been verified before, so that the check is cheap. A hint; `check` decides."""
-        return message.signature in self._verified
-
-    def _verify(self, record: Record) -> None:
-        payload = record.payload(self._run_id)
-        digest = hashlib.sha256(payload).digest()
-        if self._verified.get(record.signature) == digest:
-            return
-        try:
-            verify(record.author, SIGNATURE_DOMAIN, payload, record.signature)
-        except BadSignatureError as error:
-            raise refused(Refusal.BAD_SIGNATURE, "The record is not signed by its author for this run.") from error
-        if not record.deleted:
-            body = decode_body(record.body)
-            if self._check_body is not None:
-                self._check_body(record.author_id, record.key, record.subkey, body)
-        with self._lock:
-            self._verified[record.signature] = digest
-            while len(self._verified) > VERIFIED_KEPT:
-                self._verified.popitem(last=False)
 
 
 def to_entry(copy: Copy, now_s: float) -> Entry:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from swarm.dht.records import Refusal, refused
+from swarm.dht.refusals import Refusal, refused
 from swarm.identity import PeerId
 
 MAX_ADDRESSES = 8

@@ -19,7 +19,8 @@ from typing import TypeAlias
 
 from swarm.config import DhtConfig
 from swarm.dht.fairness import SLACK, Usage, VersionFloors
-from swarm.dht.records import Copy, Refusal, position_of, refused
+from swarm.dht.records import Copy, position_of
+from swarm.dht.refusals import Refusal, refused
 from swarm.identity import PeerId
 
 ENTRY_BYTES = 2560
@@ -109,6 +110,8 @@ class Storage:
         self._light_bytes = room_bytes // LIGHT_SHARE
         self.on_evicted: Callable[[Copy, str], None] | None = None
         """Called with every copy that gave way to another, and the bound that was reached."""
+        self.on_held: Callable[[str], None] | None = None
+        """Called with the key of every statement that is newly held."""
 
     def __len__(self) -> int:
         """Copies held, tombstones included (some may have expired since the last `expire`)."""
@@ -154,6 +157,8 @@ class Storage:
         if held is not None:
             self._drop(held)
         self._add(copy, key)
+        if self.on_held is not None:
+            self.on_held(copy.record.key)
         return True
 
     def check(self, copy: Copy, now_s: float) -> None:

@@ -18,19 +18,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias, TypeVar
 
 from swarm.config import KIB, DhtConfig
+from swarm.dht.bodies import encode_body
+from swarm.dht.messages import FIND, MAX_STORED, MAX_TARGETS, PING, STORE
 from swarm.dht.node import Dht
-from swarm.dht.protocol import FIND, MAX_STORED, MAX_TARGETS, PING, STORE
-from swarm.dht.records import (
-    MAX_ADOPTED_VERSION,
-    MAX_TTL_S,
-    SIGNATURE_DOMAIN,
-    Copy,
-    Refusal,
-    encode_body,
-    position_of,
-    sign_record,
-    to_wire,
-)
+from swarm.dht.records import MAX_ADOPTED_VERSION, MAX_TTL_S, SIGNATURE_DOMAIN, Copy, position_of, sign_record, to_wire
+from swarm.dht.refusals import Refusal
 from swarm.dht.routing import ID_BYTES
 from swarm.errors import SwarmError
 from swarm.identity import KeyPair, PeerId

@@ -9,9 +9,11 @@ import pytest
 
 from swarm.config import PeerConfig
 from swarm.dht import Put, bootstrap_addresses
+from swarm.dht.bodies import encode_body
 from swarm.dht.events import ContactDropped, RecordRefused, Rejoined
-from swarm.dht.protocol import FIND, STORE
-from swarm.dht.records import Copy, Record, Refusal, encode_body, position_of, sign_record, to_wire
+from swarm.dht.messages import FIND, STORE
+from swarm.dht.records import Copy, Record, position_of, sign_record, to_wire
+from swarm.dht.refusals import Refusal
 from swarm.endpoint import Endpoint
 from swarm.errors import (
     BootstrapError,

@@ -15,8 +15,8 @@ from swarm.config import PeerConfig
 from swarm.dht import Dht, bootstrap_addresses
 from swarm.dht.events import IslandMet, PeerThrottled, Rejoined
 from swarm.dht.known import FILE_NAME, KnownPeersUnusable, read_known
+from swarm.dht.messages import FIND
 from swarm.dht.node import Put
-from swarm.dht.protocol import FIND
 from swarm.dht.records import position_of
 from swarm.endpoint import Endpoint
 from swarm.errors import BootstrapError

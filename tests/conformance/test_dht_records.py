@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 
 from swarm.config import PeerConfig
+from swarm.dht.bodies import encode_body
 from swarm.dht.events import RecordEvicted, RecordRefused
-from swarm.dht.protocol import FIND, STORE
-from swarm.dht.records import Copy, Refusal, encode_body, sign_record, to_wire
+from swarm.dht.messages import FIND, STORE
+from swarm.dht.records import Copy, sign_record, to_wire
+from swarm.dht.refusals import Refusal
 from swarm.dht.schemas import Schema, integer
 from swarm.endpoint import Endpoint
 from swarm.pb import dht_pb2 as pb

@@ -9,11 +9,12 @@ import pytest
 
 from swarm.config import PeerConfig
 from swarm.dht import Put
+from swarm.dht.bodies import encode_body
 from swarm.dht.claims import MAX_CLAIMS
 from swarm.dht.digests import digest_of
 from swarm.dht.events import ContactDropped, PeerThrottled
-from swarm.dht.protocol import FIND, PING, STORE
-from swarm.dht.records import Copy, encode_body, position_of, sign_record, to_wire
+from swarm.dht.messages import FIND, PING, STORE
+from swarm.dht.records import Copy, position_of, sign_record, to_wire
 from swarm.endpoint import Endpoint
 from swarm.errors import MalformedFrameError, NotAuthorizedError, RateLimitedError
 from swarm.net.transport import Contact

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.config import DhtConfig
+from swarm.dht.bodies import decode_body, encode_body
+from swarm.dht.checking import Checker
 from swarm.dht.crawl import Lookup
-from swarm.dht.records import Checker, Copy, Record, decode_body, encode_body, merge, sign_record, to_wire
+from swarm.dht.records import Copy, Record, merge, sign_record, to_wire
 from swarm.dht.routing import ID_BITS, PeerNode, Table
 from swarm.dht.storage import Storage
 from swarm.errors import RecordRefusedError

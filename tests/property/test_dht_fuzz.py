@@ -7,8 +7,7 @@ import random
 import pytest
 
 from swarm.dht.events import RecordRefused
-from swarm.dht.messages import MAX_NEAREST, Want
-from swarm.dht.protocol import MAX_FOUND
+from swarm.dht.messages import MAX_FOUND, MAX_NEAREST, Want
 from swarm.dht.routing import PeerNode
 from swarm.errors import MalformedFrameError
 from swarm.net.transport import Contact

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.config import DhtConfig
+from swarm.dht.bodies import MAX_NESTING, _scan, decode_body, encode_body
 from swarm.dht.fairness import SLACK
-from swarm.dht.records import MAX_NESTING, Copy, Record, _scan, decode_body, encode_body
+from swarm.dht.records import Copy, Record
 from swarm.dht.storage import ENTRY_BYTES, Storage, cost_bytes, cursor
 from swarm.errors import RecordRefusedError
 

@@ -19,8 +19,10 @@ from swarm.averaging.averager import Averager
 from swarm.cli.report import Reporter
 from swarm.cli.stopping import Stopping
 from swarm.cli.watching import run_until_stopped
-from swarm.dht.protocol import STORE
-from swarm.dht.records import Copy, Refusal, encode_body, sign_record, to_wire
+from swarm.dht.bodies import encode_body
+from swarm.dht.messages import STORE
+from swarm.dht.records import Copy, sign_record, to_wire
+from swarm.dht.refusals import Refusal
 from swarm.errors import (
     BootstrapError,
     ClosedError,

@@ -16,10 +16,12 @@ import pytest
 from swarm.config import PeerConfig
 from swarm.dht import Put
 from swarm.dht.author import BATCH, JITTER, TOGETHER, Author, Draft
+from swarm.dht.bodies import encode_body
 from swarm.dht.events import DuplicateIdentity, RenewalFailed
 from swarm.dht.incarnations import COOLDOWN_S, Claimed, Incarnations
-from swarm.dht.protocol import STORE
-from swarm.dht.records import Copy, Refusal, encode_body, position_of, sign_record, to_wire
+from swarm.dht.messages import STORE
+from swarm.dht.records import Copy, position_of, sign_record, to_wire
+from swarm.dht.refusals import Refusal
 from swarm.endpoint import Endpoint
 from swarm.errors import RecordRefusedError
 from swarm.pb import dht_pb2 as pb

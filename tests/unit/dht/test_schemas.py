@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from swarm.averaging.board import ROUNDS_SCHEMA
-from swarm.dht import records
-from swarm.dht.protocol import STORE
-from swarm.dht.records import Copy, Refusal, encode_body, sign_record, to_wire
+from swarm.dht import checking
+from swarm.dht.bodies import encode_body
+from swarm.dht.messages import STORE
+from swarm.dht.records import Copy, sign_record, to_wire
+from swarm.dht.refusals import Refusal
 from swarm.dht.schemas import (
     Check,
     Schema,
@@ -157,8 +159,8 @@ def test_a_body_is_decoded_once_for_all_checks(memory_world: MemoryWorld, monkey
         holder = await memory_world.endpoint()
         writer = await memory_world.endpoint(bootstrap=[holder.contact])
         decoded: list[bytes] = []
-        real: Callable[[bytes], Any] = records.decode_body
-        monkeypatch.setattr(records, "decode_body", lambda body: decoded.append(body) or real(body))
+        real: Callable[[bytes], Any] = checking.decode_body
+        monkeypatch.setattr(checking, "decode_body", lambda body: decoded.append(body) or real(body))
         record = sign_record(writer.identity, RUN_ID, "k", "", encode_body("once"), 1, 60_000)
         decoded.clear()
         request = pb.DhtStoreRequest(records=[to_wire(Copy(record, 60.0), 0.0)] * 5)

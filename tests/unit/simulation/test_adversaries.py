@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.dht.protocol import FIND
-from swarm.dht.records import Checker, Copy, position_of, sign_record, to_wire
+from swarm.dht.checking import Checker
+from swarm.dht.messages import FIND
+from swarm.dht.records import Copy, position_of, sign_record, to_wire
 from swarm.errors import RecordRefusedError
 from swarm.net.transport import CallContext, Contact
 from swarm.pb import dht_pb2 as pb
