@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from swarm.dht.fairness import SLACK
 from swarm.dht.messages import MAX_STORED
-from swarm.dht.operations import SHORTEST_S, Operations
-from swarm.dht.records import Copy, position_of
+from swarm.dht.operations import Operations
+from swarm.dht.records import Copy, position_of, worth_sending
 from swarm.dht.routing import ID_BITS, PeerNode
 from swarm.errors import RateLimitedError, SwarmError
 from swarm.identity import PeerId
@@ -145,9 +145,8 @@ class Handover:
     async def _offer(self, node: PeerNode, copies: Sequence[Copy], until_s: float) -> bool:
         clock = self._do.runtime.clock
         for pause_s in PAUSES_S:
-            alive = [copy for copy in copies if copy.remaining_s(clock.time()) >= SHORTEST_S]
             try:
-                await self._do.protocol.store(node, alive)
+                await self._do.protocol.store(node, worth_sending(copies, clock.time()))
             except RateLimitedError:
                 if clock.time() + pause_s > until_s:
                     return False

@@ -21,6 +21,7 @@ from swarm.events import Event
 from swarm.identity import PeerId, write_private
 from swarm.net.addresses import split_address
 from swarm.net.transport import Contact
+from swarm.runtime import Runtime
 
 FILE_NAME = "known_peers.json"
 FILE_FORMAT = 1
@@ -66,7 +67,9 @@ class KnownPeers:
     """
 
     def __init__(self, me: PeerId, limit: int, pause_s: float, clock: Callable[[], float], rng: random.Random) -> None:
-        self._me = me
+        self.me = me
+        self.most_saved = max(1, int(limit * SAVED_FRACTION))
+        """How many are kept on disk."""
         self._limit = limit
         self._pause_s = pause_s
         self._clock = clock
@@ -82,7 +85,7 @@ class KnownPeers:
         Args:
             seen_s: When; none is now.
         """
-        if contact.peer_id == self._me or not contact.addresses:
+        if contact.peer_id == self.me or not contact.addresses:
             return
         seen_s = self._clock() if seen_s is None else seen_s
         known = self._known.get(contact.peer_id)
@@ -95,7 +98,7 @@ class KnownPeers:
 
     def pin(self, contact: Contact) -> None:
         """Remember a peer for good, whether it has ever answered or not: an invite names it."""
-        if contact.peer_id == self._me or not contact.addresses:
+        if contact.peer_id == self.me or not contact.addresses:
             return
         known = self._known.setdefault(contact.peer_id, _Known(_shortened(contact), float("-inf")))
         known.pinned = True
@@ -158,6 +161,47 @@ class KnownPeers:
         for k in known:
             parts.setdefault(k.contact.peer_id.digest[0] >> (8 - PREFIX_BITS), []).append(k)
         return parts
+
+
+class KnownPeersFile:
+    """Keeps the best of the remembered peers on disk. What goes wrong there is an event, and the peer goes on.
+
+    Args:
+        path: The file.
+        run_id: Files of other runs are not used.
+        known: What is kept.
+        runtime: Events; file access happens off the loop.
+    """
+
+    def __init__(self, path: Path, run_id: bytes, known: KnownPeers, runtime: Runtime) -> None:
+        self._path = path
+        self._run_id = run_id
+        self._known = known
+        self._runtime = runtime
+        self._saved: list[Contact] = []
+
+    async def load(self) -> list[Contact]:
+        """Remember those of an earlier start, and return them, best first."""
+        try:
+            found = await self._runtime.offload(read_known, self._path, self._run_id, self._known.most_saved + 1)
+        except ConfigError as error:
+            self._runtime.emit(KnownPeersUnusable(path=str(self._path), reason=error.message))
+            return []
+        others = [contact for contact in found if contact.peer_id != self._known.me]
+        for place, contact in enumerate(others):
+            self._known.met(contact, -1.0 - place)  # before anything that happens from now on, in this order
+        return others
+
+    async def save(self, own: Contact) -> None:
+        """Write the best, where they have changed; ourselves too, for commands on this machine."""
+        best = [*self._known.best(self._known.most_saved), own]
+        if best == self._saved:
+            return
+        self._saved = best
+        try:
+            await self._runtime.offload(write_known, self._path, self._run_id, best)
+        except OSError as error:
+            self._runtime.emit(KnownPeersUnusable(path=str(self._path), reason=str(error)))
 
 
 def _shortened(contact: Contact) -> Contact:

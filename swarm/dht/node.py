@@ -14,7 +14,7 @@ from swarm.dht.bodies import encode_body
 from swarm.dht.cache import CacheStats, ReadCache
 from swarm.dht.driver import Driver
 from swarm.dht.handover import Handover
-from swarm.dht.known import SAVED_FRACTION, KnownPeers, KnownPeersUnusable, read_known, write_known
+from swarm.dht.known import KnownPeers, KnownPeersFile
 from swarm.dht.operations import DhtStats, Operations
 from swarm.dht.protocol import Protocol
 from swarm.dht.records import Copy, Entry, EntryId, check_names, check_ttl_ms, to_entry
@@ -24,7 +24,7 @@ from swarm.dht.storage import Storage
 from swarm.dht.upkeep import Upkeep
 from swarm.dht.views import is_view
 from swarm.dht.watch import Watch, Watches
-from swarm.errors import BootstrapError, ClosedError, ConfigError, NotStoredError
+from swarm.errors import BootstrapError, ClosedError, NotStoredError
 from swarm.identity import PeerId
 from swarm.net.transport import Contact, Transport
 from swarm.runtime import Runtime
@@ -82,8 +82,9 @@ class Dht:
         self._known = KnownPeers(
             transport.peer_id, config.known_peers, config.maintenance_s, runtime.clock.time, runtime.rng
         )
-        self._known_file = known_file
-        self._saved: list[Contact] = []
+        self._known_file = (
+            None if known_file is None else KnownPeersFile(known_file, transport.run_id, self._known, runtime)
+        )
         self._remembered: list[Contact] = []
         self._upkeep = Upkeep(self._do, self._handover, self._known, self._author.renew_all, self._save_soon)
         self._cache = ReadCache(config)
@@ -122,44 +123,16 @@ class Dht:
         self._check_open()
         if not self._started:
             self._started = True
-            await self._load_known()
+            if self._known_file is not None:
+                self._remembered = await self._known_file.load()
             self._protocol.serve()
             self._driver.spawn(self._upkeep.run(), "dht-upkeep")
             self._driver.spawn(self._author.run(), "dht-renew")
             self._save_soon()
 
-    async def _load_known(self) -> None:
-        if self._known_file is None:
-            return
-        try:
-            found = await self._do.runtime.offload(
-                read_known, self._known_file, self._transport.run_id, self._most_saved + 1
-            )
-        except ConfigError as error:
-            self._do.runtime.emit(KnownPeersUnusable(path=str(self._known_file), reason=error.message))
-            return
-        self._remembered = [contact for contact in found if contact.peer_id != self._transport.peer_id]
-        for place, contact in enumerate(self._remembered):
-            self._known.met(contact, -1.0 - place)  # before anything that happens from now on, in this order
-
-    @property
-    def _most_saved(self) -> int:
-        return max(1, int(self._do.config.known_peers * SAVED_FRACTION))
-
     def _save_soon(self) -> None:
         if self._known_file is not None and not self._closed:
-            self._driver.spawn(self._save_known(), "dht-remember")
-
-    async def _save_known(self) -> None:
-        """Write the peers to return to, where they have changed; ourselves too, for commands on this machine."""
-        best = [*self._known.best(self._most_saved), self._transport.contact]
-        if self._known_file is None or best == self._saved:
-            return
-        self._saved = best
-        try:
-            await self._do.runtime.offload(write_known, self._known_file, self._transport.run_id, best)
-        except OSError as error:
-            self._do.runtime.emit(KnownPeersUnusable(path=str(self._known_file), reason=str(error)))
+            self._driver.spawn(self._known_file.save(self._transport.contact), "dht-remember")
 
     async def bootstrap(self, contacts: Sequence[Contact], *, seeds: Sequence[tuple[str, PeerId | None]] = ()) -> None:
         """Join through these peers, who are also returned to when all others are lost. No contacts: we are the first.
@@ -390,7 +363,8 @@ class Dht:
             except TimeoutError:
                 pass  # records expire by themselves, and others hold copies
             self._upkeep.remember_table()
-            await self._save_known()
+            if self._known_file is not None:
+                await self._known_file.save(self._transport.contact)
         await self._driver.close()
 
     def _check_open(self) -> None:

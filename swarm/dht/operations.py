@@ -1,10 +1,10 @@
-"""What a peer does in the table: find neighbourhoods, place copies there, read keys and repair stale replicas."""
+"""What a peer does in the table: find neighbourhoods, place copies there, read keys."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm.config import DhtConfig
@@ -17,6 +17,7 @@ from swarm.dht.protocol import Protocol
 from swarm.dht.reading import Read
 from swarm.dht.records import Copy, EntryId, PlaceId, position_of
 from swarm.dht.refusals import Refusal
+from swarm.dht.repair import Repair
 from swarm.dht.routing import AddressBook, PeerNode
 from swarm.dht.storage import Storage
 from swarm.dht.witness import Witness
@@ -30,10 +31,6 @@ SEARCH_FACTOR = 1.6
 or a key as empty. Fewer sometimes know only each other."""
 GUIDES = 4
 """Peers chosen at random that are asked where such a lookup should go on."""
-ENDED_KEPT = 4096
-"""Entries remembered that most of their replicas have seen end."""
-SHORTEST_S = 0.001
-"""What has less of its lifetime left is not worth sending."""
 SPARE_CONTACTS = 3
 """Contacts asked for beyond `replication`, against dead ones among them."""
 
@@ -98,7 +95,7 @@ class Operations:
         self.protocol = protocol
         self.driver = driver
         self.stats = DhtStats()
-        self._ended: OrderedDict[PlaceId, int] = OrderedDict()
+        self._repair = Repair(runtime, book, storage, protocol)
         self._witness = Witness()
         callers = protocol.callers
         callers.spawn = lambda contact: driver.spawn(callers.verify(contact), "dht-verify")
@@ -304,9 +301,9 @@ class Operations:
         if lacking and self.protocol.may_store:
             doubtful = {(read.key, *entry_id): None for read in reads for entry_id in read.doubtful()}
             if doubtful:
-                await self._settle(list(lacking.values()), doubtful, holders)
-            self.driver.spawn(self._repair(list(lacking.values())), "dht-repair")
-        return {key: self._without_ended(entries) for key, entries in results.items()}
+                await self._repair.settle(list(lacking.values()), doubtful, holders)
+            self.driver.spawn(self._repair.give(list(lacking.values())), "dht-repair")
+        return {key: self._repair.without_ended(entries) for key, entries in results.items()}
 
     def _admitted(self, found: dict[EntryId, Copy]) -> dict[EntryId, Copy]:
         """What of a read's result agrees with what we have seen before."""
@@ -314,73 +311,6 @@ class Operations:
         for _ in range(len(found) - len(admitted)):
             self.runtime.emit(RecordRefused(reason=Refusal.OUTDATED.reason, sender=""))
         return admitted
-
-    async def _settle(
-        self,
-        lacking: Sequence[tuple[PeerNode, Sequence[Copy]]],
-        doubtful: Mapping[PlaceId, None],
-        holders: Counter[tuple[PlaceId, int]],
-    ) -> None:
-        """Ask replicas that lack doubtful entries why. What more of them have seen end than show it has ended.
-
-        They are not offered the entries meanwhile: those who do not know would keep for others what has ended.
-
-        Args:
-            lacking: Replicas, each with what it lacks.
-            doubtful: Places of the entries in question.
-            holders: How many show each statement, by place and version.
-        """
-        votes: Counter[tuple[PlaceId, int]] = Counter()
-
-        async def ask(node: PeerNode, copies: Sequence[Copy]) -> None:
-            try:
-                answers = await self.protocol.store(node, copies, probe=True)
-            except SwarmError:
-                return  # the protocol has told the address book
-            for copy, answer in zip(copies, answers, strict=True):
-                record = copy.record
-                if answer.refusal is Refusal.OUTDATED and answer.record_version >= record.record_version:
-                    votes[record.place_id, record.record_version] += 1
-
-        questions = [
-            (node, self._alive(c for c in copies if c.record.place_id in doubtful)) for node, copies in lacking
-        ]
-        others = [(node, copies) for node, copies in questions if copies and node is not self.book.me]
-        await asyncio.gather(*(ask(node, copies) for node, copies in others))
-        for (place_id, version), count in votes.items():
-            if count > max(holders[place_id, version], 1):  # one alone could end whatever one other shows
-                self._ended[place_id] = version
-                self._ended.move_to_end(place_id)
-        while len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
-
-    def _alive(self, copies: Iterable[Copy]) -> list[Copy]:
-        now_s = self.runtime.clock.time()
-        return [copy for copy in copies if copy.remaining_s(now_s) >= SHORTEST_S]
-
-    async def _repair(self, lacking: Sequence[tuple[PeerNode, Sequence[Copy]]]) -> None:
-        """Give copies to replicas that lack them, but for what has ended."""
-        gifts = [(node, [copy for copy in copies if not self._has_ended(copy)]) for node, copies in lacking]
-        await asyncio.gather(*(self.give(node, copies) for node, copies in gifts if copies))
-
-    def _has_ended(self, copy: Copy) -> bool:
-        place_id = copy.record.place_id
-        return copy.record.record_version <= max(self._ended.get(place_id, 0), self.storage.floor(*place_id))
-
-    def _without_ended(self, entries: dict[EntryId, Copy]) -> dict[EntryId, Copy]:
-        return {entry_id: copy for entry_id, copy in entries.items() if not self._has_ended(copy)}
-
-    async def give(self, node: PeerNode, copies: Sequence[Copy]) -> bool:
-        """Store copies with one peer (perhaps ourselves); false if it did not answer. Refusals are events."""
-        alive = self._alive(copies)
-        if node is self.book.me:
-            self._hold(alive, {copy.record.place_id: Placed() for copy in alive})
-            return True
-        try:
-            await self.protocol.store(node, alive)
-        except SwarmError:
-            return False  # the protocol has told the address book; upkeep finds another holder
-        return True
 
 
 def _position(target: int) -> bytes:

@@ -32,6 +32,8 @@ RUN_TAG_BYTES = 8
 """So much of the run id travels with a record, to tell another run's record from a forged one."""
 RECORD_OVERHEAD_BYTES = 256
 """Bound of what a record adds to its key, subkey and body on the wire."""
+SHORTEST_S = 0.001
+"""What has less of its lifetime left is not worth sending."""
 SIGNATURE_DOMAIN = "record"
 
 EntryId = tuple[PeerId, str]
@@ -122,6 +124,11 @@ class Copy:
         """Upper bound of its size in a message."""
         record = self.record
         return RECORD_OVERHEAD_BYTES + 4 * (len(record.key) + len(record.subkey)) + len(record.body)
+
+
+def worth_sending(copies: Iterable[Copy], now_s: float) -> list[Copy]:
+    """Those that are not about to expire."""
+    return [copy for copy in copies if copy.remaining_s(now_s) >= SHORTEST_S]
 
 
 def merge(copies: Iterable[Copy], into: dict[EntryId, Copy] | None = None) -> dict[EntryId, Copy]:
