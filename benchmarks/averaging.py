@@ -27,7 +27,7 @@ from typing import Any
 
 START_TIMEOUT_S = 120.0
 ROUND_TIMEOUT_S = 90.0
-CODECS = {"fp32": "none", "bf16": "bf16"}
+CODECS = {"fp32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
 
 
 def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str]) -> None:
