@@ -133,14 +133,16 @@ class ReleaseGroupRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., redirect: _Optional[bytes] = ..., redirect_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExchangeHello(_message.Message):
-    __slots__ = ("nonce", "chunks", "weight")
+    __slots__ = ("nonce", "chunks", "weight", "check")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     nonce: bytes
     chunks: int
     weight: float
-    def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+    check: bool
+    def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ..., weight: _Optional[float] = ..., check: bool = ...) -> None: ...
 
 class ShareHello(_message.Message):
     __slots__ = ("key", "schema_hash", "incarnation", "number", "settled_below", "weight", "chunks")
