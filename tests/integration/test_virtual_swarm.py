@@ -98,7 +98,7 @@ def test_records_outlive_the_peers_that_hold_them_and_not_their_authors() -> Non
     figures = run_virtual(lambda: churn(40, median_lifetime_s=150.0, ttl_s=60.0, replaced=0.4, config=CONFIG))
     assert figures.deaths >= 16
     assert figures.reads > 100
-    assert figures.found >= 0.99
+    assert figures.found >= 0.985  # they live a quarter as long as at full size, and three hold what five do there
     assert figures.ghost_reads >= 3 * 15
     assert figures.ghost_reads_everywhere >= 100
     assert figures.ghosts == figures.ghosts_everywhere == 0
