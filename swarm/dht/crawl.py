@@ -9,6 +9,7 @@ about many positions in one request; an answer costs work for the lookups that i
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -33,10 +34,6 @@ MAX_NEAR_PER_SUBNET = 2
 can be searched for, but not in many subnets."""
 MAX_BATCH = 64
 """Positions in one request."""
-MAX_IN_FLIGHT = 64
-"""Requests of one crawl that are under way at a time."""
-CALM_IN_FLIGHT = 16
-"""While more are under way, a peer that has not answered yet is asked nothing further until a request to it is full."""
 
 
 class State(Enum):
@@ -338,11 +335,12 @@ class Crawl:
                 del self._wanted[wanted.address]
         self._wanting[lookup].clear()
 
-    def next(self, room: int = MAX_IN_FLIGHT, busy: Container[bytes] = ()) -> list[Ask]:
+    def next(self, room: int = sys.maxsize, positions: int = sys.maxsize, busy: Container[bytes] = ()) -> list[Ask]:
         """Requests to send now, each of at most `MAX_BATCH` positions.
 
         Args:
             room: So many at most, those of most positions first.
+            positions: Of so many positions all together; the last request may exceed that.
             busy: Ids of peers that are to be asked only what fills a request.
         """
         self._review()
@@ -354,8 +352,9 @@ class Crawl:
         asks: list[Ask] = []
         for wanted in ready:
             least = MAX_BATCH if wanted.node.id in busy else 1
-            while len(wanted.lookups) >= least and len(asks) < room:
+            while len(wanted.lookups) >= least and len(asks) < room and positions > 0:
                 lookups = list(islice(wanted.lookups, MAX_BATCH))
+                positions -= len(lookups)
                 for lookup in lookups:
                     del wanted.lookups[lookup]
                     self._wanting[lookup].remove(wanted)

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from swarm.dht.crawl import CALM_IN_FLIGHT, MAX_IN_FLIGHT, Ask, Crawl
+from swarm.dht.crawl import Ask, Crawl
+from swarm.dht.pace import Pace
 from swarm.errors import SwarmError
 from swarm.runtime import Runtime
 
@@ -15,7 +16,9 @@ T = TypeVar("T")
 PATIENCE_FRACTION = 0.25
 """A lookup goes on without a peer that has not answered after this part of the call timeout."""
 CRAWL_TIMEOUTS = 4.0
-"""Call timeouts that a whole crawl may take."""
+"""Call timeouts that a whole crawl may take, if it is one of a few positions."""
+POSITIONS_PER_CRAWL = 256
+"""It may take as long again for so many further ones."""
 
 
 class Driver:
@@ -55,9 +58,9 @@ class Driver:
         """
         loop = asyncio.get_running_loop()
         results: asyncio.Queue[Ask] = asyncio.Queue()
-        waiting: dict[Ask, float] = {}
+        pace = Pace(self._patience_s)
         in_flight = 0
-        give_up_s = loop.time() + self._crawl_s
+        give_up_s = loop.time() + self._crawl_s * (1 + (len(crawl.lookups) - 1) // POSITIONS_PER_CRAWL)
 
         async def one(ask: Ask) -> None:
             answered = False
@@ -72,15 +75,14 @@ class Driver:
                 results.put_nowait(ask)
 
         while True:
-            busy = {ask.node.id for ask in waiting} if len(waiting) > CALM_IN_FLIGHT else ()
-            for ask in crawl.next(MAX_IN_FLIGHT - len(waiting), busy):
+            for ask in crawl.next(pace.requests, pace.positions, pace.busy):
                 self.spawn(one(ask), "dht-ask")
-                waiting[ask] = loop.time() + self._patience_s
+                pace.sent(ask, loop.time())
                 in_flight += 1
             if crawl.done or not in_flight:
                 return
-            oldest = next(iter(waiting), None)
-            until_s = give_up_s if oldest is None else min(waiting[oldest], give_up_s)
+            oldest = pace.oldest
+            until_s = give_up_s if oldest is None else min(oldest[1], give_up_s)
             try:
                 async with asyncio.timeout_at(until_s):
                     ask = await results.get()
@@ -90,10 +92,10 @@ class Driver:
                     continue  # the loop was held up, not the peers
                 if loop.time() >= give_up_s or oldest is None:
                     return
-                del waiting[oldest]
-                crawl.slow(oldest)
+                pace.slow(oldest[0])
+                crawl.slow(oldest[0])
                 continue
-            waiting.pop(ask, None)
+            pace.ended(ask, loop.time())
             in_flight -= 1
 
     async def close(self) -> None:

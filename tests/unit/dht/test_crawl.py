@@ -211,9 +211,9 @@ def test_a_busy_peer_is_asked_only_what_fills_a_request() -> None:
     lookups = [Lookup(target, 2, peers) for target in range(MAX_BATCH + 6)]
     crawl = Crawl(lookups, 2)
     busy = {peers[0].id}
-    assert [len(ask.lookups) for ask in crawl.next(10, busy) if ask.node is peers[0]] == [MAX_BATCH]
+    assert [len(ask.lookups) for ask in crawl.next(10, busy=busy) if ask.node is peers[0]] == [MAX_BATCH]
     few = Crawl([Lookup(target, 2, peers) for target in range(6)], 2)
-    assert [ask.node for ask in few.next(10, busy)] == [peers[1]]
+    assert [ask.node for ask in few.next(10, busy=busy)] == [peers[1]]
     assert [(ask.node, len(ask.lookups)) for ask in few.next(10)] == [(peers[0], 6)]
 
 

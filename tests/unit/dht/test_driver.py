@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 
 from swarm.clock import LoopClock
@@ -117,5 +118,31 @@ def test_closing_ends_a_crawl_that_is_under_way() -> None:
         await asyncio.sleep(0.01)
         await driver.close()
         assert await crawl < 1.0
+
+    run_virtual(main)
+
+
+def test_very_many_positions_do_not_drown_peers_that_need_time_for_each() -> None:
+    """All peers together work on one position after the other, as on one machine."""
+
+    async def main() -> None:
+        driver, _ = make()
+        rng = random.Random(4)
+        peers = nodes(12)
+        lookups = [Lookup(rng.getrandbits(160), 5, peers) for _ in range(2000)]
+        machine = asyncio.Lock()
+
+        async def send(ask: Ask) -> None:
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S), machine:
+                    await asyncio.sleep(0.001 * len(ask.lookups))
+            except TimeoutError as error:
+                raise PeerUnreachableError("too late") from error
+            for lookup in ask.lookups:
+                lookup.answered(ask.node, [])
+
+        await driver.drive(Crawl(lookups, 5), send)
+        for lookup in lookups:
+            assert lookup.nearest() == sorted(peers, key=lambda n: n.long_id ^ lookup.target)[:5]
 
     run_virtual(main)
