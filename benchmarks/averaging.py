@@ -5,15 +5,20 @@
 One process per peer, torch on one thread, loopback, TLS; gloo is plaintext. All processes of all systems are started
 first. Then the systems take turns, round by round, so that a busy moment of the machine meets all of them. A round's
 time is that of its slowest peer, from the sealed group to the last chunk; figures are medians over rounds. `*_step_s`
-counts group forming and copies as well, `*_cpu_s` is the processor time of all peers in a whole step.
+counts group forming and copies as well, `*_cpu_s` is the processor time of all peers in a whole step, and
+`*_cpu_s_per_gb` that of one peer for each 10^9 bytes of fp32 that it averages.
+
+    python -m benchmarks.averaging --json --link-mbit 100 [--link-latency-ms 10] [--mb 10]
+
+puts every peer behind a link of its own (`swarm.simulation.proxy`): all it sends and all it receives share 100 Mbit/s
+each. `*_wire_s` is what the payload that the busiest peer sends takes at that rate; gloo and hivemind take no part.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import hashlib
 import json
+import os
 import select
 import statistics
 import subprocess
@@ -21,6 +26,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,67 +36,19 @@ ROUND_TIMEOUT_S = 90.0
 CODECS = {"fp32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
 
 
-def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str]) -> None:
+def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str], link: str) -> None:
     """One peer process: for each line on stdin, which names a codec, averages once and prints what it took."""
-    from swarm.net.loop import disable_grpc_fork_handlers, loop_thread, switch_interval
-
-    disable_grpc_fork_handlers()
-    import torch
-
+    from benchmarks.averaging_peer import started_peer, torch
     from swarm.averaging.allreduce import AllReduce
     from swarm.averaging.averager import Averager
-    from swarm.averaging.service import AveragingService
-    from swarm.config import PeerConfig
-    from swarm.dht.node import Dht
-    from swarm.endpoint import Endpoint
-    from swarm.identity import KeyPair
-    from swarm.net.grpc import GrpcTransport
-    from swarm.net.security import OpenAuthorizer
-    from swarm.roles import ALL_ROLES
-    from swarm.runtime import Runtime
 
-    torch.set_num_threads(1)
-    run_id = hashlib.sha256(b"benchmark").digest()
-    config = PeerConfig.preset("local", averaging={"matchmaking_s": 10.0, "round_timeout_s": 60.0})
-    runtime, identity = Runtime(), KeyPair.generate()
-
-    async def start() -> Endpoint:
-        transport = GrpcTransport(identity, OpenAuthorizer(run_id, ALL_ROLES), config, runtime)
-        await transport.start()
-        dht = Dht(transport, config.dht, runtime)
-        await dht.start()
-        address = folder / "address"
-        if rank == 0:
-            part = folder / "address.part"
-            part.write_text(f"{transport.contact.addresses[0]}")
-            part.rename(address)
-        else:
-            while not address.exists():
-                await asyncio.sleep(0.01)
-            await dht.bootstrap([await transport.dial(address.read_text())])
-        return Endpoint(
-            run_id=run_id,
-            roles=ALL_ROLES,
-            identity=identity,
-            config=config,
-            runtime=runtime,
-            transport=transport,
-            dht=dht,
-            loop=loop_thread(),
-        )
-
-    with switch_interval():
-        endpoint = loop_thread().run(start())
-
-        class Peer:
-            averaging = AveragingService(endpoint)
-
+    with started_peer(rank, folder, link) as peer:
         averagers = {}
         for name in codecs:
             values = torch.full((numel,), float(rank)) + torch.randn(numel) * 0.01
             strategy = AllReduce(min_group=count, max_group=count, codec=CODECS[name])
-            averagers[name] = (Averager(Peer(), [values], name, strategy), values)
-        print(json.dumps({"ready": True}), flush=True)
+            averagers[name] = (Averager(peer, [values], name, strategy), values)
+        print(json.dumps({"ready": True, "pid": os.getpid()}), flush=True)
         for line in sys.stdin:
             averager, values = averagers[line.strip()]
             started, cpu = time.perf_counter(), time.process_time()
@@ -99,6 +57,7 @@ def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str])
                 "step_s": time.perf_counter() - started,
                 "cpu_s": time.process_time() - cpu,
                 "exchange_s": result.exchange_s,
+                "sent": result.bytes_sent,
                 "ok": result.averaged and not result.degraded,
                 "digest": zlib.crc32(values.numpy().data),
             }
@@ -106,12 +65,6 @@ def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str])
             values.add_(0.01 * (rank - (count - 1) / 2))  # members differ again before the next round
         for averager, _ in averagers.values():
             averager.close()
-
-        async def stop() -> None:
-            await endpoint.dht.close()
-            await endpoint.transport.close()
-
-        loop_thread().run(stop())
 
 
 @dataclass
@@ -122,12 +75,16 @@ class System:
     rounds: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, command: list[str], peers: int, numel: int, folder: Path, codecs: list[str]) -> System:
-        """Start all its processes, without waiting for them."""
+    def start(
+        cls, command: list[str], peers: int, numel: int, folder: Path, codecs: list[str], links: Sequence[str] = ()
+    ) -> System:
+        """Start all its processes, without waiting for them. `links`: of each peer, if it is behind one."""
         pipe = subprocess.PIPE
         arguments = [str(peers), str(numel), str(folder), ",".join(codecs)]
         processes = [
-            subprocess.Popen([*command, str(rank), *arguments], stdin=pipe, stdout=pipe, text=True)
+            subprocess.Popen(
+                [*command, str(rank), *arguments, *links[rank : rank + 1]], stdin=pipe, stdout=pipe, text=True
+            )
             for rank in range(peers)
         ]
         return cls(processes, {name: [] for name in codecs})
@@ -216,7 +173,46 @@ def measure(peers: int, numel: int, rounds: int, hivemind: str | None) -> dict[s
     for codec in CODECS:
         figures[f"{codec}_step_s"] = ours_.median(codec, "step_s")
         figures[f"{codec}_cpu_s"] = ours_.median(codec, "cpu_s", total=True)
+        figures[f"{codec}_cpu_s_per_gb"] = figures[f"{codec}_cpu_s"] / (peers * numel * 4e-9)
     figures["gloo_cpu_s"] = gloo.median("gloo", "cpu_s", total=True)
+    return figures
+
+
+def measure_links(peers: int, numel: int, rounds: int, mbit: float, latency_ms: float) -> dict[str, float]:
+    """Our figures with every peer behind a link of its own."""
+    from swarm.simulation.proxy import ProxyProcess, free_port
+
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, ProxyProcess() as proxy:
+        links = []
+        for rank in range(peers):
+            port = free_port()
+            shape = {
+                "up_mbit": mbit,
+                "down_mbit": mbit,
+                "latency_ms": latency_ms / 2,
+            }  # two links lie between two peers
+            links.append(f"{port}/{proxy.add(str(rank), f'127.0.0.1:{port}', **shape)}")
+        command = [sys.executable, "-m", "benchmarks.averaging", "--peer"]
+        system = System.start(command, peers, numel, Path(folder), list(CODECS), links)
+        done = False
+        try:
+            for rank, process in enumerate(system.processes):
+                proxy.own(str(rank), process.pid)
+            system.answers(START_TIMEOUT_S)
+            for index in range(rounds + 1):
+                for codec in CODECS:
+                    system.round(codec, counts=index > 0)
+            done = True
+        finally:
+            system.end(kill=not done)
+    for codec in CODECS:
+        figures[f"{codec}_s"] = system.median(codec, "exchange_s")
+    for codec in CODECS:
+        wire_s = system.median(codec, "sent") * 8e-6 / mbit
+        figures[f"{codec}_wire_s"] = wire_s
+        figures[f"{codec}_of_line_rate"] = wire_s / figures[f"{codec}_s"]
+        figures[f"{codec}_step_s"] = system.median(codec, "step_s")
     return figures
 
 
@@ -224,12 +220,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON line only")
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--mb", type=float, default=100.0, help="megabytes (1e6) of fp32 per peer")
+    parser.add_argument("--mb", type=float, help="megabytes (1e6) of fp32 per peer: 100, behind links 10")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind")
+    parser.add_argument("--link-mbit", type=float, help="put every peer behind a link of so many Mbit/s up and down")
+    parser.add_argument("--link-latency-ms", type=float, default=10.0, help="one way, from peer to peer")
     options = parser.parse_args()
-    figures = measure(options.peers, int(options.mb * 1e6 / 4), options.rounds, options.hivemind)
-    shape = {"peers": options.peers, "mb": options.mb, "rounds": options.rounds}
+    mb = options.mb or (10.0 if options.link_mbit else 100.0)
+    numel = int(mb * 1e6 / 4)
+    shape = {"peers": options.peers, "mb": mb, "rounds": options.rounds}
+    if options.link_mbit:
+        shape |= {"link_mbit": options.link_mbit, "link_latency_ms": options.link_latency_ms}
+        figures = measure_links(options.peers, numel, options.rounds, options.link_mbit, options.link_latency_ms)
+    else:
+        figures = measure(options.peers, numel, options.rounds, options.hivemind)
     if options.json:
         print(json.dumps({**shape, **{key: round(value, 4) for key, value in figures.items()}}))
         return
@@ -239,7 +243,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--peer" in sys.argv[1:2]:
-        _, _, own_rank, size, elements, where, wanted = sys.argv
-        run_peer(int(own_rank), int(size), int(elements), Path(where), wanted.split(","))
+        _, _, own_rank, size, elements, where, wanted, *behind = sys.argv
+        run_peer(int(own_rank), int(size), int(elements), Path(where), wanted.split(","), "".join(behind))
     else:
         main()
