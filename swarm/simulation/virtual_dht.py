@@ -201,9 +201,9 @@ class VirtualDht:
         self.network.kill(peer.peer_id, silent=silent)
 
     async def leave(self, peer: Endpoint) -> None:
-        """Have a peer withdraw its records and go."""
+        """Have a peer withdraw its records, hand over those of others, and go."""
         self.peers.remove(peer)
-        await peer.dht.close(withdraw=True)
+        await peer.dht.close(withdraw=True, handover=True)
         await peer.transport.close(grace_s=0)
 
     def partition(self, one: Iterable[Endpoint], other: Iterable[Endpoint]) -> None:
