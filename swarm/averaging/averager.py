@@ -345,6 +345,7 @@ class Averager:
             degraded=tuple(report.problems),
             exchange_s=exchange_s,
             agreed=tuple(map(str, report.agreed)),
+            others=tuple(map(str, report.others)),
             diverged=bool(report.agreed) and self._endpoint.peer_id not in report.agreed,
         )
         self._tell(result, report)
@@ -353,7 +354,7 @@ class Averager:
     def _tell(self, result: Round, report: RoundReport) -> None:
         runtime = self._endpoint.runtime
         if report.others:
-            runtime.emit(ResultsDiverged(self.key, result.agreed, tuple(map(str, report.others))))
+            runtime.emit(ResultsDiverged(self.key, result.agreed, result.others))
         for problem in result.degraded:
             runtime.emit(RoundDegraded(self.key, problem))
         runtime.emit(

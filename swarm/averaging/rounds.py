@@ -76,7 +76,8 @@ class Round:
             values.
         agreed: Ids of the members whose values count, as far as members told what they hold in the end: usually all.
             Who is not among them knows from where to take the group's values.
-        diverged: This member is not among them: it kept local values somewhere, or was given other averages.
+        others: Ids of the members that said that they hold other values.
+        diverged: This member is not among `agreed`: it kept local values somewhere, or was given other averages.
     """
 
     outcome: Outcome
@@ -87,7 +88,13 @@ class Round:
     degraded: tuple[str, ...] = ()
     exchange_s: float = 0.0
     agreed: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     diverged: bool = False
+
+    @property
+    def majority(self) -> bool:
+        """Whether more than half of the whole group hold the same values, by their word."""
+        return 2 * len(self.agreed) > len(self.members)
 
     @property
     def averaged(self) -> bool:

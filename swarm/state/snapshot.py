@@ -195,6 +195,7 @@ class Snapshot:
         self._layout = layout
         self._metadata_json = manifest.metadata_json if manifest is not None else encode_metadata(metadata)
         self._chunk_bytes = chunk_bytes
+        self._buffer = buffer
         self._view = buffer.numpy().data
         self._manifest = manifest
         self._lock = threading.Lock()
@@ -230,6 +231,11 @@ class Snapshot:
             end = start + meta.nbytes
             buffer[start:end].view(meta.dtype).view(meta.shape).copy_(tensors[name].detach())
         return cls(layout, dict(metadata), buffer, chunk_bytes)
+
+    def first(self, count: int, metadata: Mapping[str, Any]) -> Snapshot:
+        """The first `count` tensors as a snapshot of their own, in the same memory."""
+        layout = Layout(self._layout.entries[:count])
+        return Snapshot(layout, dict(metadata), self._buffer[: layout.nbytes], self._chunk_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -273,6 +279,17 @@ class PartialSnapshot:
         self._have = bytearray()
         self._done_bytes = 0
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> PartialSnapshot:
+        """A copy of one that is here, so that only chunks that differ need to arrive. Hashes what is not hashed."""
+        partial = cls()
+        partial.begin(snapshot.manifest)
+        for index in range(snapshot.manifest.chunk_count):
+            span = snapshot.manifest.span(index)
+            partial._view[span] = snapshot.chunk(index)
+            partial._mark(index, span)
+        return partial
 
     def begin(self, manifest: ChunkManifest) -> None:
         """Expect this snapshot; chunks that are here already and have the same hash are kept."""

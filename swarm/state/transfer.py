@@ -46,6 +46,7 @@ __all__ = [
     "SnapshotStore",
     "StateFetched",
     "StateServed",
+    "fetch_manifest",
     "fetch_snapshot",
 ]
 
@@ -296,7 +297,7 @@ async def fetch_snapshot(
     started = endpoint.runtime.clock.time()
     try:
         async with asyncio.timeout(timeout_s):
-            manifest = await _fetch_manifest(endpoint, donor, key, limits, timeout_s)
+            manifest = await fetch_manifest(endpoint, donor, key, limits, timeout_s)
             partial.begin(manifest)
             reused = partial.done_bytes
             if progress is not None:
@@ -313,9 +314,15 @@ async def fetch_snapshot(
     return snapshot
 
 
-async def _fetch_manifest(
+async def fetch_manifest(
     endpoint: Endpoint, donor: Contact, key: str, limits: Limits, timeout_s: float
 ) -> ChunkManifest:
+    """What a donor publishes under a key, without its content.
+
+    Raises:
+        NoDonorError: The donor cannot be reached or publishes nothing under the key.
+        WireError: The manifest is malformed or exceeds the limits.
+    """
     try:
         described = await endpoint.transport.call(donor, DESCRIBE, pb.SnapshotRequest(key=key), timeout_s=timeout_s)
     except (PeerUnreachableError, MethodNotServedError, CallTimeoutError) as error:

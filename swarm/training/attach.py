@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swarm.averaging.averager import Averager, RoundHandle
-from swarm.averaging.rounds import Round
+from swarm.averaging.rounds import Group, Round
 from swarm.averaging.service import AveragingService
 from swarm.errors import ClosedError, SwarmError, UsageError
 from swarm.events import Event
+from swarm.state.snapshot import Snapshot
 from swarm.state.transfer import SnapshotStore
 from swarm.training.averaging import ParameterAveraging, RoundPlanner
+from swarm.training.repair import KEPT_ROUNDS, Repair, RepairFailure, StateNotRepaired, average_key
 from swarm.training.state import (
+    PARAMETER,
     StateNotAnnounced,
     build_snapshot,
     load_newest,
@@ -60,7 +63,7 @@ class TrainingStats:
         rounds: Rounds that ended, with or without a group.
         outcomes: How many rounds ended how, by name of the outcome.
         last: The last round.
-        pause_s: Time for which the training thread was held up, in total: copies, blocking rounds, snapshots.
+        pause_s: Time for which the training thread was held up, in total: copies, blocking rounds, snapshots, repairs.
     """
 
     rounds: int = 0
@@ -98,6 +101,7 @@ class Attachment:
         self._averaging = averaging
         self._on_round = on_round
         self._parameters = list(trainable(model).values())
+        self._names = [PARAMETER + name for name in trainable(model)]
         if not self._parameters:
             raise UsageError(
                 "The model has no trainable parameters.", fix="Attach a model with some that need gradients."
@@ -105,6 +109,9 @@ class Attachment:
         self._planner = RoundPlanner(averaging.every, self._endpoint.config.averaging.matchmaking_s)
         self._handle: RoundHandle | None = None
         self._before: Tensor | None = None
+        self._repair: Repair | None = None
+        self._rounds: deque[str] = deque(maxlen=KEPT_ROUNDS)
+        """Nonces of the last rounds whose agreed values we held."""
         self._begun_at_step = 0
         self._since_attempt = 0
         self._since_average = 0
@@ -127,6 +134,8 @@ class Attachment:
         started = time.perf_counter()
         if self._handle is not None and self._handle.done:
             self._finish_round(self._handle)
+        if self._handle is None and self._repair is not None and self._repair.done:
+            self._apply_repair(self._repair)
         self._planner.stepped(started)
         if self._handle is None and not self._paused:
             if self._is_due():
@@ -163,6 +172,10 @@ class Attachment:
             self._endpoint.runtime.emit(RoundBroke(self.key, repr(error)))
             return
         self._round_ended(outcome)
+        if self._repair is not None:
+            self._repair.wait(self._endpoint.config.averaging.round_timeout_s)
+            if self._repair.done:
+                self._apply_repair(self._repair)
 
     def _finish_round(self, handle: RoundHandle) -> None:
         self._handle = None
@@ -185,7 +198,35 @@ class Attachment:
         if self._on_round is not None and self._before is not None:
             self._on_round(outcome, self._before, self._averager.vector.flat() if outcome.averaged else self._before)
             self._before = None
-        self._publish(self._averager.vector.views() if outcome.averaged else None)
+        agreed = self._averager.vector.views() if outcome.averaged else None
+        if not isinstance(outcome.outcome, Group):
+            self._publish(agreed)
+        elif not self._diverged(outcome, outcome.outcome.nonce):
+            self._rounds.append(outcome.outcome.nonce)
+            self._publish(agreed)
+
+    # Repair ----------------------------------------------------------------------------------------------------------
+
+    def _diverged(self, outcome: Round, nonce: str) -> bool:
+        """Whether most of the group hold other values than we do; then what they hold is looked for."""
+        earlier, self._repair = self._repair, None
+        diverged = outcome.diverged and outcome.majority
+        if earlier is not None:
+            earlier.cancel() if outcome.others else earlier.overtaken()
+        if outcome.others and not outcome.majority:
+            self._endpoint.runtime.emit(StateNotRepaired(self.key, nonce, RepairFailure.NO_MAJORITY))
+        if diverged:
+            ours = Snapshot.build(dict(zip(self._names, self._averager.vector.views(), strict=True)), {})
+            timeout_s = 2 * self._endpoint.config.averaging.round_timeout_s
+            self._repair = Repair(self._endpoint, self.key, outcome, ours, timeout_s)
+        return diverged
+
+    def _apply_repair(self, repair: Repair) -> None:
+        self._repair = None
+        theirs = repair.apply(self._parameters)
+        if theirs is not None:
+            self._rounds.extend(theirs.metadata["rounds"][-KEPT_ROUNDS:])
+            self._publish(list(theirs.tensors.values()))
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +237,13 @@ class Attachment:
 
     def _publish(self, agreed: list[Tensor] | None) -> None:
         """Offer the last agreed values (without a group: ours) with our optimizer state to joiners."""
-        self._store.publish(state_key(self.key), build_snapshot(self._model, self._optimizer, self.step, agreed))
+        state = build_snapshot(self._model, self._optimizer, self.step, agreed)
+        self._store.publish(state_key(self.key), state)
+        if agreed is not None and self._rounds:
+            average = state.first(len(self._parameters), {"rounds": list(self._rounds)})
+            self._store.publish(average_key(self.key), average)
+        else:
+            self._store.withdraw(average_key(self.key))
         if self._endpoint.loop is not None:
             self._endpoint.loop.submit(self._announce(self.step))
 
@@ -245,8 +292,12 @@ class Attachment:
             except TimeoutError:
                 handle.cancel()
                 self._endpoint.runtime.emit(RoundBroke(self.key, "it was not done when training ended"))
+        repair, self._repair = self._repair, None
+        if repair is not None:
+            repair.cancel(RepairFailure.ENDED)
         self._averager.close()
         self._store.withdraw(state_key(self.key))
+        self._store.withdraw(average_key(self.key))
         with suppress(ClosedError):  # the announcement went with the peer
             self._endpoint.run_sync(self._withdraw())
 
@@ -275,6 +326,10 @@ def attach(
     nothing changes in your loop: a hook after `optimizer.step()` averages the trainable parameters every
     `averaging.every` steps and publishes the state for joiners. Parameters are written in place, on the thread that
     calls `step`, between steps. A lone trainer trains alone; nothing that other peers do raises.
+
+    A trainer that ends a round with other values than more than half of its group downloads what differs
+    (`swarm.training.repair`): in the background, or, where training waits for rounds anyway, for at most
+    `round_timeout_s` before it goes on.
 
     Memory on the CPU: one copy of the trainable parameters, a second one with `overlap`, and the published snapshot
     (parameters and optimizer state).

@@ -209,20 +209,24 @@ def _check_finite(snapshot: Snapshot) -> None:
             check_finite(tensor, f"state {name!r}")
 
 
-async def _donors(endpoint: Endpoint, key: str) -> list[Contact]:
-    """Who announces state under a key, the newest state first."""
-    try:
-        entries = await endpoint.dht.get(state_key(key), fresh=True)
-    except SwarmError as error:
-        endpoint.runtime.emit(StateNotLoaded(key, error.message))
-        return []
+async def announced(endpoint: Endpoint, key: str) -> list[Contact]:
+    """Who announces state under a key, the newest state first. Raises what `Dht.get` raises."""
+    entries = await endpoint.dht.get(state_key(key), fresh=True)
     donors: list[tuple[int, Contact]] = []
     for entry in entries:
         if entry.author == endpoint.peer_id or entry.subkey or STATE_SCHEMA.complaint(entry.body) is not None:
             continue
         donors.append((entry.body["step"], Contact(entry.author, tuple(entry.body["addresses"]))))
     donors.sort(key=lambda donor: -donor[0])
-    return [donor for _, donor in donors[:MAX_DONORS]]
+    return [donor for _, donor in donors]
+
+
+async def _donors(endpoint: Endpoint, key: str) -> list[Contact]:
+    try:
+        return (await announced(endpoint, key))[:MAX_DONORS]
+    except SwarmError as error:
+        endpoint.runtime.emit(StateNotLoaded(key, error.message))
+        return []
 
 
 async def _download(endpoint: Endpoint, key: str, donor: Contact) -> Snapshot:
