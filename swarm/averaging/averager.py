@@ -92,6 +92,8 @@ class Averager:
     travels (the tensors divided by the members, and by the codec's rate) and a window of `WINDOW_CHUNKS` chunks for
     every member; other tensors cost one copy on the CPU. A background round costs two copies (the one that is averaged
     and the values from before), kept for the next. Error feedback costs an fp32 copy of the tensors that it covers.
+    gRPC and the allocator hold on to some 100 to 150 MB besides, however large the tensors are (as measured by
+    `benchmarks.averaging_memory`; `MALLOC_ARENA_MAX=1` brings that to 60 MB).
 
     Args:
         peer: A started peer; its `averaging` service carries the rounds.
@@ -295,7 +297,8 @@ class Averager:
                 with torch.no_grad():
                     pairs = zip(self._vector.views(), self._before.views(), strict=True)
                     for tensor, (after, before) in zip(self._tensors, pairs, strict=True):
-                        tensor.add_((after - before).to(tensor.device))
+                        # In place: memory for the difference would be as large as the tensor, and fresh each time.
+                        tensor.add_(torch.sub(after, before, out=before).to(tensor.device))
         finally:
             self._busy.release()
 
