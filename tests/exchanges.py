@@ -15,6 +15,7 @@ from torch import Tensor
 from swarm.averaging.bandwidth import Bandwidths
 from swarm.averaging.exchange import EXCHANGE, Exchange
 from swarm.averaging.probation import Offence
+from swarm.averaging.robust import Reducer
 from swarm.averaging.rounds import Member, RoundReport, Seal
 from swarm.averaging.vector import FlatVector
 from swarm.config import PeerConfig
@@ -88,6 +89,7 @@ class Group:
         weights: Of the members' values.
         parts: Elements that each reduces.
         upload_bytes_s: Limit of every member's uploads.
+        reducer, verify: As for `AllReduce`.
     """
 
     def __init__(
@@ -98,7 +100,11 @@ class Group:
         seed: int = 0,
         chunk_bytes: int = 256,
         upload_bytes_s: float | None = None,
+        reducer: Reducer = "mean",
+        verify: bool = False,
     ) -> None:
+        self.reducer = reducer
+        self.verify = verify
         self.weights = weights
         self.parts = parts
         self.config = PeerConfig.preset(
@@ -182,6 +188,8 @@ class Group:
                 config=self.config.averaging,
                 feedback=self.feedbacks[index],
                 stochastic=stochastic,
+                reducer=self.reducer,
+                verify=self.verify,
                 bandwidth=self.bandwidths[index],
                 on_offender=lambda peer, offence, _, me=index: played.offences.append((me, peer, offence)),  # type: ignore[misc]
             )
@@ -309,11 +317,11 @@ def random_group(rng: random.Random, least: int = 2, most: int = 6) -> tuple[lis
     return weights, [len(part) for part in split(rng.randint(size, 1500), shares)]
 
 
-async def play_with_faults(seed: int) -> tuple[Played, tuple[Fault, ...]]:
+async def play_with_faults(seed: int, verify: bool = False) -> tuple[Played, tuple[Fault, ...]]:
     """One exchange of a random group in which one or two members fail at random messages."""
     rng = random.Random(seed)
     weights, parts = random_group(rng)
-    group = Group(weights, parts, seed=seed)
+    group = Group(weights, parts, seed=seed, verify=verify)
     await group.start()
     generator = torch.Generator().manual_seed(seed)
     vectors = vectors_of([[torch.randn(sum(parts), generator=generator)] for _ in weights])

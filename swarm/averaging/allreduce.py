@@ -50,10 +50,13 @@ class AllReduce:
             size and dtype. `none` sends every dtype as it is. Sums are always in fp32 or better.
         role: What the tensors are. Those of `gradients` (and differences) are rounded stochastically, without bias.
         error_feedback: Keep what lossy codecs leave out and send it in the next round, at the price of one fp32 copy of
-            the tensors that travel with them. None: with `int8`, `int4` and `topk`.
+            the tensors that travel with them. None: with `int8`, `int4` and `topk`, unless parts are verified.
         reducer: `"mean"`, or what bounds the influence of members that lie about their values: `CenteredClip()`,
             `Median()`, `TrimmedMean()`. These need groups of more than two, cost more time (see docs/benchmarks.md),
             and memory for one chunk of every member.
+        verify_parts: A second member repeats each reduction, and members write only what it confirms: a reducer's false
+            averages are not applied. Values are sent twice. Not together with error feedback, which nobody else can
+            repeat.
     """
 
     min_group: int = 2
@@ -62,6 +65,7 @@ class AllReduce:
     role: Role = "parameters"
     error_feedback: bool | None = None
     reducer: Reducer = "mean"
+    verify_parts: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_group <= self.max_group <= 256:
@@ -73,6 +77,11 @@ class AllReduce:
                 f"Members that send their largest values only ({self.codec}) do not send the same coordinates, so that "
                 "a robust reducer takes what few sent for lies.",
                 fix="Use it with another codec, such as int8.",
+            )
+        if self.verify_parts and self.error_feedback:
+            raise UsageError(
+                "Parts cannot be verified with error feedback: nobody else knows what a reducer held back.",
+                fix="Leave out error_feedback, or verify_parts.",
             )
 
 
@@ -243,6 +252,7 @@ class ChunkReducer:
         own_weight: float,
         arrived: Sequence[tuple[PeerId, float, bytes]],
         rng: int | None = None,
+        write: bool = True,
     ) -> Reduced:
         """Average a chunk and write the decoded average into the vector, or leave local values as they are.
 
@@ -250,6 +260,7 @@ class ChunkReducer:
             own_weight: Of this member's values; 0 leaves them out.
             arrived: Sender, weight, encoded values.
             rng: Seed for stochastic rounding.
+            write: False leaves local values as they are in any case.
         """
         segment = self._vector.segments[chunk.segment]
         own = self._vector.read(chunk)
@@ -270,12 +281,14 @@ class ChunkReducer:
                 mean = None
         if mean is None:
             return Reduced(None, (), offenders, tuple(malformed))
-        encoded = self._conclude(chunk, segment.codec, mean, total, rng)
+        encoded = self._conclude(chunk, segment.codec, mean, total, rng, write)
         if encoded is None:
             return Reduced(None, (), offenders, tuple(malformed))
         return Reduced(encoded, tuple(row[0] for row in rows), offenders, tuple(malformed))
 
-    def _conclude(self, chunk: Chunk, codec: Codec, mean: Tensor, total: float, rng: int | None) -> bytes | None:
+    def _conclude(
+        self, chunk: Chunk, codec: Codec, mean: Tensor, total: float, rng: int | None, write: bool
+    ) -> bytes | None:
         """Encode an average, keep what that leaves out, and write what everybody decodes."""
         dtype = self._vector.segments[chunk.segment].dtype
         feedback = self._feedback
@@ -293,13 +306,16 @@ class ChunkReducer:
             return None  # with the residual, or in a dtype narrower than the sum's
         if feedback is not None:
             feedback.reduced(chunk.segment, chunk.start, mean, total, applied)
-        self._vector.write(chunk, applied)
+        if write:
+            self._vector.write(chunk, applied)
         return encoded
 
     def _combine(
         self, robust: RobustReducer, own: Tensor, rows: list[Values], codec: Codec, malformed: list[PeerId]
     ) -> tuple[Tensor | None, float, tuple[PeerId | None, ...]]:
         """A robust average in scratch memory, the total weight, who sent what is not finite. Removes unusable rows."""
+        if not rows:
+            return None, 0.0, ()
         wide = torch.float64 if own.dtype == torch.float64 else torch.float32
         matrix = self._take("members", len(rows) * own.numel(), wide).view(len(rows), -1)
         usable: list[Values] = []

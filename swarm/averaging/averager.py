@@ -126,6 +126,7 @@ class Averager:
         self._endpoint = self._service.endpoint
         self._tensors = list(tensors)
         metas = [TensorMeta.of(tensor) for tensor in tensors]
+        self._verifies = isinstance(strategy, AllReduce) and strategy.verify_parts
         self._codecs = choose_codecs(strategy.codec, strategy.role, metas)
         self._vector = self._vector_over(metas)
         self._copy: FlatVector | None = None
@@ -135,7 +136,9 @@ class Averager:
         layout = "/".join(kinds).encode() + b"\0" + schema_hash(metas)
         self.schema_hash = hashlib.sha256(b"swarm/averaging/2\0" + layout).digest()
         """Equal for peers that can be in a group: shapes, dtypes, codecs, how values are reduced, size of messages."""
-        self.feedback = make_feedback(strategy.error_feedback, self._vector, self.schema_hash)
+        self.feedback = make_feedback(
+            False if self._verifies else strategy.error_feedback, self._vector, self.schema_hash
+        )
         """What lossy codecs left out so far; its `state()` belongs into checkpoints. None without error feedback."""
         self._seat: Seat | PushSeat | None = None
         self._busy = threading.Lock()
@@ -328,6 +331,7 @@ class Averager:
                 config=config.averaging,
                 feedback=self.feedback,
                 stochastic=self.strategy.role == "gradients",
+                verify=self._verifies,
                 reducer=self.strategy.reducer if isinstance(self.strategy, AllReduce) else "mean",
                 bandwidth=self._service.bandwidth,
                 on_offender=self._service.report,
@@ -401,7 +405,7 @@ def strategy_spec(strategy: Strategy) -> str:
     if not isinstance(strategy, AllReduce):
         return kind
     reducer = strategy.reducer if isinstance(strategy.reducer, str) else strategy.reducer.spec
-    return f"{kind} {reducer}"
+    return f"{kind} {reducer} {'verified' if strategy.verify_parts else 'unverified'}"
 
 
 def _on_a_loop() -> bool:

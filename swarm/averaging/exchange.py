@@ -12,6 +12,7 @@ import asyncio
 
 from swarm.averaging.agreement import judge
 from swarm.averaging.bandwidth import Bandwidths
+from swarm.averaging.checking import CheckClient, CheckServer, settle_verified
 from swarm.averaging.reducing import PartServer
 from swarm.averaging.robust import Reducer
 from swarm.averaging.rounds import RoundReport, Seal
@@ -19,6 +20,7 @@ from swarm.averaging.sending import PartClient
 from swarm.averaging.shared import EXCHANGE, OnOffender, Part, Shared
 from swarm.averaging.vector import FlatVector
 from swarm.config import AveragingConfig
+from swarm.errors import NoGroupError
 from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, Transport
 from swarm.pb.averaging_pb2 import ExchangeHello
@@ -38,6 +40,7 @@ class Exchange:
         feedback: What lossy codecs left out of earlier rounds.
         stochastic: Round without bias instead of to the nearest, where the codec can.
         reducer: How values become an average.
+        verify: A second member checks each part.
         bandwidth: Where rates of transfers are counted.
         on_offender: Told who spoils the round, and how.
     """
@@ -55,6 +58,7 @@ class Exchange:
         feedback: ErrorFeedback | None = None,
         stochastic: bool = False,
         reducer: Reducer = "mean",
+        verify: bool = False,
         bandwidth: Bandwidths | None = None,
         on_offender: OnOffender | None = None,
     ) -> None:
@@ -69,11 +73,16 @@ class Exchange:
             feedback=feedback,
             stochastic=stochastic,
             reducer=reducer,
+            verify=verify,
             bandwidth=bandwidth,
             on_offender=on_offender,
         )
         self._mine = next(part for part in self._shared.parts if part.member.peer_id == transport.peer_id)
         self._server = PartServer(self._shared, self._mine)
+        self._checker: CheckServer | None = None
+        for part in self._shared.parts:
+            if part.verified is not None and part.verified.checker == self._shared.place:
+                self._checker = CheckServer(self._shared, part, part.verified)
 
     async def run(self) -> None:
         """Exchange until everything arrived, was given up, or the round's budget ended. Network errors are notes."""
@@ -85,6 +94,12 @@ class Exchange:
                 for part in shared.parts:
                     if part is not self._mine and part.chunks:
                         group.create_task(self._talk(part))
+                    if part.verified is not None:
+                        group.create_task(settle_verified(shared, part))
+                        if part.verified.checker != shared.place:
+                            group.create_task(CheckClient(shared, part, part.verified).talk())
+                if self._checker is not None:
+                    group.create_task(self._checker.check())
         except TimeoutError:
             shared.report.note(f"the round's budget of {budget_s:g} s ended")
         finally:
@@ -97,6 +112,8 @@ class Exchange:
         await client.talk()
         if client.gone:
             self._server.gone(part.member.peer_id, client.gone)
+            if self._checker is not None:
+                self._checker.gone(part.member.peer_id)
 
     async def serve(self, peer: PeerId, hello: ExchangeHello, stream: ByteStream) -> None:
         """Take a member's values and give it the averages.
@@ -105,7 +122,12 @@ class Exchange:
             NoGroupError: The peer is no member, or the round is over. MalformedFrameError: It sends something else than
                 agreed.
         """
-        await self._server.serve(peer, hello, stream)
+        if not hello.check:
+            await self._server.serve(peer, hello, stream)
+        elif self._checker is not None:
+            await self._checker.serve(peer, hello, stream)
+        else:
+            raise NoGroupError("This peer checks no part.")
 
     def _compare(self) -> None:
         shared, report = self._shared, self._shared.report

@@ -22,12 +22,14 @@ class Offence(Enum):
     NON_FINITE = "sent values that are not finite"
     MALFORMED = "sent what the protocol does not allow"
     DIVERGED = "ended a round with other results than its group"
-    LIED = "gave a false average of its part"
+    LIED = "gave a false average or verdict"
+    DISPUTED = "may have given a false average, verdict or values"
     STALLED = "stalled in several rounds"
 
 
-_GRAVITY = {Offence.STALLED: 0.4}
-"""How much of an offence one report is: a stall is usually the network's fault, so only the third in a row counts."""
+_GRAVITY = {Offence.STALLED: 0.4, Offence.DISPUTED: 0.3}
+"""How much of an offence one report is. A stall is usually the network's fault, so only the third in a row counts.
+Where one of several lied and nobody knows who, it is the one that is suspected again and again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from dataclasses import replace
 
 from swarm.averaging.agreement import checksum
 from swarm.averaging.allreduce import NO_VALUES, NOT_COUNTED, ChunkReducer, PartReduction, Reduced, rounding_seed
 from swarm.averaging.probation import Offence
 from swarm.averaging.shared import Part, Shared, Signal
+from swarm.averaging.verification import Input, Statement, digest
 from swarm.errors import MalformedFrameError, NoGroupError, SwarmError
 from swarm.identity import PeerId
 from swarm.net.transport import ByteStream
@@ -32,6 +34,7 @@ class PartServer:
         self._reduction = PartReduction(len(part.chunks), others)
         self._reducer = ChunkReducer(shared.vector, shared.feedback, shared.reducer)
         self._averages: list[bytes] = []
+        self._statements: list[Statement] = []
         self._contributors: list[dict[PeerId | None, None]] = []
         self._changed = Signal()
         """Something arrived, or somebody is lost."""
@@ -64,17 +67,25 @@ class PartServer:
             segment = shared.vector.segments[chunk.segment]
             cost = chunk.numel * segment.dtype.itemsize * (3 + len(arrived))
             seed = rounding_seed(shared.seal.nonce, part.number, part.number, index) if shared.stochastic else None
-            reduced = await shared.compute(
-                cost if segment.codec.unit_elements == 1 else math.inf,
-                self._reducer.reduce,
-                chunk,
-                shared.weight,
-                arrived,
-                seed,
-            )
+            if part.verified is not None:
+                reduced, stated = await shared.compute(math.inf, self._reduce_stated, index, arrived, seed)
+                self._statements.append(stated)
+            else:
+                reduced = await shared.compute(
+                    cost if segment.codec.unit_elements == 1 and shared.reducer == "mean" else math.inf,
+                    self._reducer.reduce,
+                    chunk,
+                    shared.weight,
+                    arrived,
+                    seed,
+                )
             self._note(index, reduced)
             self._averaged.fire()
-        shared.settle(part)
+        if part.verified is not None:
+            part.verified.averages_over = True
+            part.heard.fire()
+        else:
+            shared.settle(part)
         for peer, count in self._late.items():
             shared.report.note(f"{count} of {len(part.chunks)} chunks of our part were averaged without {peer.short}")
         await shared.complete.wait()
@@ -85,6 +96,22 @@ class PartServer:
         except TimeoutError:
             for peer in self._unserved:
                 shared.report.note(f"{peer.short} did not fetch the averages of our part in time")
+
+    def _reduce_stated(
+        self, index: int, arrived: list[tuple[PeerId, float, bytes]], seed: int | None
+    ) -> tuple[Reduced, Statement]:
+        """Reduce from encoded values alone, in the order of the seal, so that the checker can repeat it."""
+        shared = self._shared
+        rows = {peer: (weight, payload) for peer, weight, payload in arrived}
+        if shared.weight > 0:
+            rows[shared.me] = (shared.weight, shared.encode(self._part, index))
+        places = [(p, m.peer_id) for p, m in enumerate(shared.seal.members) if m.peer_id in rows]
+        ordered = [(peer, *rows[peer]) for _, peer in places]
+        reduced = self._reducer.reduce(self._part.chunks[index], 0.0, ordered, seed, write=False)
+        inputs = [Input(p, rows[m][0], digest(rows[m][1])) for p, m in places if m in reduced.contributors]
+        contributors = tuple(None if peer == shared.me else peer for peer in reduced.contributors)
+        offenders = tuple(None if peer == shared.me else peer for peer in reduced.offenders)
+        return replace(reduced, contributors=contributors, offenders=offenders), Statement(tuple(inputs))
 
     async def _wait_for_senders(self) -> None:
         reduction, shared = self._reduction, self._shared
@@ -132,9 +159,13 @@ class PartServer:
         for peer in reduced.malformed:
             shared.report.note(f"values of {peer.short} cannot be decoded: left out")
             shared.offend(peer, Offence.MALFORMED)
-        if reduced.encoded is None:
-            if shared.weight > 0:
-                shared.report.note("part of the vector had no finite values: kept local")
+        if reduced.encoded is None and shared.weight > 0:
+            shared.report.note("part of the vector had no finite values: kept local")
+        if self._part.verified is not None:
+            average = NO_VALUES if reduced.encoded is None else reduced.encoded
+            self._part.verified.averages[index] = (self._statements[index], average)
+            self._part.heard.fire()
+        elif reduced.encoded is None:
             self._part.tally.stays_local(index)
         else:
             self._part.tally.averaged(index, checksum(reduced.encoded))
@@ -166,11 +197,11 @@ class PartServer:
         self._seen[peer] = None
         reason = "its stream ended early"
         try:
-            expected = self._agreed_chunks(hello)
+            expected = agreed_chunks(hello, self._part)
             self._reduction.admit(peer, hello.weight)
             self._changed.fire()
             async with asyncio.TaskGroup() as outer:
-                watcher = outer.create_task(self._end_with_the_round())
+                watcher = outer.create_task(self._shared.end_with_the_round())
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._read_values(peer, expected, stream))
                     group.create_task(self._write_averages(peer, stream))
@@ -189,14 +220,6 @@ class PartServer:
             raise found[0] from errors
         finally:
             self.gone(peer, reason)
-
-    def _agreed_chunks(self, hello: ExchangeHello) -> int:
-        if not 0 <= hello.weight < math.inf:
-            raise MalformedFrameError(f"A weight of {hello.weight:g} cannot be.")
-        expected = len(self._part.chunks) if hello.weight > 0 else 0
-        if hello.chunks != expected:
-            raise MalformedFrameError(f"{hello.chunks} chunks are announced where {expected} are agreed.")
-        return expected
 
     async def _read_values(self, peer: PeerId, count: int, stream: ByteStream) -> None:
         shared, reduction = self._shared, self._reduction
@@ -238,16 +261,24 @@ class PartServer:
             while index >= len(self._averages):
                 await self._averaged.wait()
             average = self._averages[index]
-            if average != NO_VALUES and self._reduction.weight(peer) and peer not in self._contributors[index]:
+            if self._statements:
+                await stream.send(self._statements[index].to_bytes())
+            elif average != NO_VALUES and self._reduction.weight(peer) and peer not in self._contributors[index]:
                 await stream.send(NOT_COUNTED)
             await stream.send(average)
             shared.report.bytes_sent += len(average)
         await shared.complete.wait()
         await stream.send(shared.result().to_bytes())
 
-    async def _end_with_the_round(self) -> None:
-        await self._shared.over.wait()
-        raise NoGroupError("The round is over here.")
+
+def agreed_chunks(hello: ExchangeHello, part: Part) -> int:
+    """How many chunks of a part a member will send. Raises `MalformedFrameError`."""
+    if not 0 <= hello.weight < math.inf:
+        raise MalformedFrameError(f"A weight of {hello.weight:g} cannot be.")
+    expected = len(part.chunks) if hello.weight > 0 else 0
+    if hello.chunks != expected:
+        raise MalformedFrameError(f"{hello.chunks} chunks are announced where {expected} are agreed.")
+    return expected
 
 
 def network_errors(errors: BaseExceptionGroup[BaseException]) -> list[SwarmError]:

@@ -11,11 +11,12 @@ import math
 import torch
 
 from swarm.averaging.agreement import checksum
-from swarm.averaging.allreduce import NO_VALUES, NOT_COUNTED, peek, rounding_seed
+from swarm.averaging.allreduce import NO_VALUES, NOT_COUNTED, peek
 from swarm.averaging.probation import Offence
 from swarm.averaging.reducing import network_errors
 from swarm.averaging.shared import EXCHANGE, Part, Shared
 from swarm.averaging.vector import Chunk
+from swarm.averaging.verification import Statement, digest
 from swarm.errors import ConnectionLostError, MalformedFrameError, NoGroupError, PeerUnreachableError, SwarmError
 from swarm.net.transport import ByteStream, Contact
 from swarm.pb.averaging_pb2 import ExchangeHello
@@ -65,8 +66,15 @@ class PartClient:
         except* TimeoutError:
             problem = problem or "no averages came in time"
         finally:
-            shared.settle(part)
-        if part.tally.lost:
+            if part.verified is not None:
+                part.verified.averages_over = True
+                part.heard.fire()
+            else:
+                shared.settle(part)
+        if part.verified is not None:
+            if problem:
+                shared.report.note(f"the averages of {reducer.short} ended early: {problem}")
+        elif part.tally.lost:
             lost = f"{part.tally.lost} of {len(part.chunks)} chunks of {reducer.short}"
             shared.report.note(f"{lost} keep local values: {problem or 'their averages are not finite'}")
         if self._uncounted:
@@ -106,22 +114,18 @@ class PartClient:
             return NO_VALUES  # the reducer went on without it: the next chunks may still be in time
         shared, chunk = self._shared, self._part.chunks[index]
         cost = 0.0 if shared.codec(chunk).is_copy else math.inf if self._is_coarse(chunk) else 6.0 * chunk.numel
+        if self._part.verified is not None:
+            cost = math.inf  # it is hashed
         payload = await shared.compute(cost, self._encode, index)
         if shared.feedback is not None and shared.feedback.covers(chunk.segment):
             self._sent[index] = payload
         return payload
 
     def _encode(self, index: int) -> bytes:
-        shared, part = self._shared, self._part
-        chunk = part.chunks[index]
-        values = shared.vector.read(chunk)
-        if shared.feedback is not None:
-            values = shared.feedback.compensated(chunk.segment, chunk.start, values, shared.weight)
-        seed = None
-        if shared.stochastic:
-            mine = next(p.number for p in shared.parts if p.member.peer_id == shared.me)
-            seed = rounding_seed(shared.seal.nonce, mine, part.number, index)
-        return bytes(shared.codec(chunk).encode(values, rng=seed))
+        payload = self._shared.encode(self._part, index)
+        if self._part.verified is not None:
+            self._part.verified.sent[index] = digest(payload)
+        return payload
 
     async def _receive_averages(self, stream: ByteStream) -> None:
         shared, part, clock = self._shared, self._part, self._shared.runtime.clock
@@ -133,7 +137,13 @@ class PartClient:
             begun, counted = clock.time(), shared.weight > 0
             async with asyncio.timeout(others_s + shared.patience_s(reducer, DOWN, needed)):
                 payload = await stream.receive()
-                if payload == NOT_COUNTED:
+                stated = Statement()
+                if part.verified is not None and payload is not None:
+                    stated = Statement.from_bytes(payload, len(shared.parts))
+                    counted = stated.of(shared.place) is not None
+                    self._uncounted += bool(stated.inputs) and shared.weight > 0 and not counted
+                    payload = await stream.receive()
+                elif payload == NOT_COUNTED:
                     counted = False
                     self._uncounted += 1
                     payload = await stream.receive()
@@ -145,6 +155,10 @@ class PartClient:
                 shared.waited(reducer, DOWN, needed, clock.time() - begun)
             shared.report.bytes_received += len(payload)
             self._received = index + 1
+            if part.verified is not None:
+                part.verified.averages[index] = (stated, payload)
+                part.heard.fire()
+                continue
             if payload == NO_VALUES:
                 part.tally.stays_local(index)
                 self._sent.pop(index, None)
@@ -152,7 +166,8 @@ class PartClient:
             cost = math.inf if self._is_coarse(chunk) else 6.0 * chunk.numel
             if not await shared.compute(cost, self._apply, index, payload, counted):
                 shared.offend(reducer, Offence.NON_FINITE, "in the averages of its part")
-        shared.settle(part)
+        if part.verified is None:
+            shared.settle(part)
         await shared.complete.wait()
         async with asyncio.timeout(shared.config.chunk_timeout_s):
             summary = await stream.receive()

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from swarm.averaging.agreement import PartTally, Result
+from swarm.averaging.allreduce import rounding_seed
 from swarm.averaging.bandwidth import Bandwidths
 from swarm.averaging.probation import Offence
 from swarm.averaging.robust import Reducer
 from swarm.averaging.rounds import Member, RoundReport, Seal
 from swarm.averaging.vector import Chunk, FlatVector
+from swarm.averaging.verification import VerifiedPart, checker_of
 from swarm.config import AveragingConfig
+from swarm.errors import NoGroupError
 from swarm.identity import PeerId
 from swarm.net.transport import StreamMethod, Transport
 from swarm.runtime import Runtime
@@ -59,6 +62,8 @@ class Part:
         number: The member's place in the seal.
         tally: What this member holds of it.
         settled: Whether each of its chunks was averaged, or given up.
+        verified: What was heard of it, if a second member checks it.
+        heard: Fires when something was.
     """
 
     number: int
@@ -66,6 +71,8 @@ class Part:
     chunks: list[Chunk]
     tally: PartTally
     settled: bool = False
+    verified: VerifiedPart | None = None
+    heard: Signal = field(default_factory=Signal)
 
 
 @dataclass(slots=True)
@@ -89,6 +96,7 @@ class Shared:
     feedback: ErrorFeedback | None = None
     stochastic: bool = False
     reducer: Reducer = "mean"
+    verify: bool = False
     bandwidth: Bandwidths | None = None
     on_offender: OnOffender | None = None
     parts: list[Part] = field(default_factory=list)
@@ -104,11 +112,27 @@ class Shared:
             chunks = self.vector.chunks(start, start + member.part, self.config.chunk_bytes)
             self.parts.append(Part(number, member, chunks, PartTally(len(chunks)), settled=not chunks))
             start += member.part
+        if self.verify:
+            self._verify_parts()
         self._check_complete()
+
+    def _verify_parts(self) -> None:
+        members = self.seal.members
+        for part in self.parts:
+            checker = checker_of(members, part.number)
+            if part.chunks and checker is not None:
+                part.verified = VerifiedPart(part.number, checker, self.place)
+            elif part.chunks:
+                self.report.note(f"the part of {part.member.peer_id.short} is not verified: nobody else reduces")
 
     @property
     def me(self) -> PeerId:
         return self.transport.peer_id
+
+    @property
+    def place(self) -> int:
+        """This member's in the seal."""
+        return next(place for place, member in enumerate(self.seal.members) if member.peer_id == self.me)
 
     @property
     def now(self) -> float:
@@ -120,6 +144,20 @@ class Shared:
     def encoded_nbytes(self, chunk: Chunk) -> int:
         segment = self.vector.segments[chunk.segment]
         return segment.codec.encoded_nbytes(chunk.numel, segment.dtype)
+
+    def encode(self, part: Part, index: int) -> bytes:
+        """This member's values of a chunk as they travel, with what feedback held back."""
+        chunk = part.chunks[index]
+        values = self.vector.read(chunk)
+        if self.feedback is not None:
+            values = self.feedback.compensated(chunk.segment, chunk.start, values, self.weight)
+        seed = rounding_seed(self.seal.nonce, self.place, part.number, index) if self.stochastic else None
+        return bytes(self.codec(chunk).encode(values, rng=seed))
+
+    async def end_with_the_round(self) -> None:
+        """Raise `NoGroupError` when the exchange is over."""
+        await self.over.wait()
+        raise NoGroupError("The round is over here.")
 
     def settle(self, part: Part) -> None:
         """Nothing more will change in this part."""
