@@ -88,7 +88,8 @@ def test_top_k_keeps_the_largest(x: Tensor, kept: int) -> None:
         count = math.ceil(row.numel() * kept / 4096)
         sent = out != 0
         assert int(sent.sum()) <= count
-        assert ((out - row)[sent].abs() <= row[sent].abs() * 2.0**-8).all()
+        # below its normal range bf16 has a fixed step of 2^-133
+        assert ((out - row)[sent].abs() <= row[sent].abs() * 2.0**-8 + 2.0**-134).all()
         missed = row[~sent].abs().max() if bool((~sent).any()) else torch.tensor(0.0)
         # what bf16 rounds to zero counts as sent
         if float(missed) > 2.0**-133:
