@@ -83,13 +83,12 @@ class Plan:
     others: int = 0
     """Peers that average other tensors."""
     senders: int = 0
-    """Peers that reduce nothing."""
+    """Peers that reduce nothing, and that nobody can call: what they are told, they fetch."""
 
     @property
     def faultless(self) -> bool:
         faults = (self.loss, self.duplicates, self.slow, self.deaths, self.wrong_hints, self.stale_joins)
-        # those that only send are no fault, but may be all there are
-        return not any(faults) and not self.senders
+        return not any(faults)
 
     @staticmethod
     def draw(seed: int, faults: bool) -> Plan:
@@ -105,6 +104,7 @@ class Plan:
             "random_order": rng.random() < 0.3,
             "latency_s": rng.choice([0.0005, 0.02, 0.05]),
             "others": rng.choice([0, 0, 0, 1, 2]),
+            "senders": rng.choice([0, 0, 0, 1, 2, count]),
         }
         if faults:
             plan |= {
@@ -115,7 +115,6 @@ class Plan:
                 "deaths": rng.choice([0, 0, 1, 2]),
                 "wrong_hints": rng.random() < 0.3,
                 "stale_joins": rng.choice([0, 0, 3, 20]),
-                "senders": rng.choice([0, 0, 1, count]),
             }
         return Plan(seed, **plan)
 
@@ -165,7 +164,8 @@ class Net:
     def play(self) -> Net:
         """Play the whole plan and check it."""
         plan, peers = self.plan, list(self.nodes)
-        others, senders = self.rng.sample(peers, min(plan.others, len(peers) - 1)), self.rng.sample(peers, plan.senders)
+        others = self.rng.sample(peers, min(plan.others, len(peers) - 1))
+        senders = self.rng.sample(peers, min(plan.senders, len(peers)))
         for peer in peers:
             schema = OTHER_SCHEMA if peer in others else SCHEMA
             self.nodes[peer].rounds_left = plan.rounds - 1
@@ -211,19 +211,28 @@ class Net:
             named = self.rng.sample(named, self.rng.randint(0, len(named)))
             named += [PeerId(self.rng.randbytes(32)) for _ in range(self.rng.randint(0, 2))]
         if not self.plan.wrong_hints or self.rng.random() < 0.8:
-            self.feed(peer, Hinted(tuple(named)))
+            self.feed(peer, Hinted(tuple(named), tuple(p for p in named if self.pulls(p))))
         self.at(self.now + 0.5, lambda: self.hint(peer))
+
+    def pulls(self, peer: PeerId) -> bool:
+        return peer in self.terms and self.terms[peer].sends_only
+
+    def order(self, peer: PeerId) -> tuple[bool, bytes]:
+        """Waiting goes towards lower ones."""
+        return self.pulls(peer), priority(KEY, peer)
 
     # Messages --------------------------------------------------------------------------------------------------------
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (time, next(self.counter), action))
 
-    def later(self, action: Callable[[], None]) -> None:
-        """Deliver a message: late, twice or never, as the plan has it."""
+    def later(self, action: Callable[[], None], to: PeerId | None = None) -> None:
+        """Deliver a message: late, twice or never, as the plan has it. Who cannot be called has to ask first."""
         if self.rng.random() < self.plan.loss:
             return
         delay = self.plan.latency_s * (0.1 + 1.9 * self.rng.random())
+        if to is not None and self.pulls(to):
+            delay += self.plan.latency_s * (0.1 + 1.9 * self.rng.random())
         if self.rng.random() < self.plan.slow:
             delay += 2 * TIMING.answer_s * self.rng.random()
         self.at(self.now + delay, action)
@@ -247,7 +256,7 @@ class Net:
                 self.later(lambda: close(lambda: answered(answer)))
 
         self.at(self.now + TIMING.answer_s, lambda: close(failed))
-        self.later(arrive)
+        self.later(arrive, to)
 
     def feed(self, peer: PeerId, event: MatchEvent) -> object:
         node = self.nodes.get(peer)
@@ -281,7 +290,9 @@ class Net:
                 terms = node.maker.terms
                 assert terms is not None
                 asks = isinstance(instruction, AskJoin)
-                assert (priority(KEY, peer) < priority(KEY, me)) is asks, "waiting must go towards lower numbers only"
+                if not self.plan.stale_joins:  # those give wrong names to who can be called
+                    assert not self.pulls(peer), "nobody can call it"
+                    assert (self.order(peer) < self.order(me)) is asks, "waiting must go towards lower numbers only"
                 request = JoinAsked(
                     Member(me, (), terms.weight), terms.schema_hash, node.maker.closes_at - self.now, terms.cell,
                     terms.sends_only,
@@ -302,9 +313,10 @@ class Net:
             case SendCommit(seal):
                 for member in seal.members:
                     if member.peer_id != me:
-                        self.later(lambda to=member.peer_id: self.feed(to, Committed(seal.nonce)))  # type: ignore[misc]
+                        to = member.peer_id
+                        self.later(lambda to=to: self.feed(to, Committed(seal.nonce)), to)  # type: ignore[misc]
             case SendRelease(peer, redirect):
-                self.later(lambda: self.feed(peer, Released(me, redirect)))
+                self.later(lambda: self.feed(peer, Released(me, redirect)), peer)
             case Concluded():
                 self.conclude(node, instruction)
             case _:
@@ -335,7 +347,8 @@ class Net:
             for member in seal.members:
                 accepted = member.peer_id == seal.members[0].peer_id or seal.nonce in self.nodes[member.peer_id].pledges
                 assert accepted, "a group exists that not all of its members accepted"
-                assert member.part == 0 or not self.terms[member.peer_id].sends_only
+                assert member.part == 0 or not self.pulls(member.peer_id)
+            assert not self.pulls(seal.members[0].peer_id), "who only sends leads nobody"
         if isinstance(outcome, Mismatch):
             assert outcome.ours == self.terms[node.peer].schema_hash.hex()
             assert outcome.theirs != outcome.ours
@@ -375,4 +388,5 @@ class Net:
             for schema in (SCHEMA, OTHER_SCHEMA):
                 alike = [n for n in self.nodes.values() if self.terms[n.peer].schema_hash == schema]
                 left = [n for n in alike if n.concluded is not None and n.concluded.seal is None]
-                assert len(left) < self.plan.min_group, f"{len(left)} of {len(alike)} found no group"
+                leaders = [n for n in left if not self.pulls(n.peer)]
+                assert len(left) < self.plan.min_group or not leaders, f"{len(left)} of {len(alike)} found no group"

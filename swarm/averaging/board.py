@@ -51,6 +51,12 @@ class Board:
         self._home = ""
         self._cell = ""
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can call this peer; empty if they cannot, or shall not because it only sends."""
+        sends_only = self._endpoint.config.averaging.sends_only
+        return () if sends_only else self._endpoint.contact.addresses[:MAX_ADDRESSES]
+
     async def announce(self) -> None:
         """Announce this peer until it withdraws; the DHT renews it, also if nobody could take it now."""
         entries = await self._read([self._base])
@@ -121,7 +127,7 @@ class Board:
             return None
 
     async def _put(self, record: str) -> None:
-        body = {"addresses": list(self._endpoint.contact.addresses[:MAX_ADDRESSES])}
+        body = {"addresses": list(self.addresses)}
         try:
             await self._endpoint.dht.put(record, body, ttl_s=3 * self._endpoint.config.heartbeat_s)
         except SwarmError as error:

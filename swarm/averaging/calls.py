@@ -8,6 +8,7 @@ from typing import Any
 
 from swarm.averaging.board import MatchmakingImpaired
 from swarm.averaging.decisions import AskFailed, JoinAnswered, SealAnswered, Terms
+from swarm.averaging.mail import Mailboxes
 from swarm.averaging.messages import (
     MAX_ADDRESSES,
     MAX_REASON_CHARS,
@@ -29,13 +30,14 @@ _ROLES = frozenset({Role.TRAINER, Role.HOST})
 JOIN = UnaryMethod("/swarm.pb.Averaging/Join", pb.JoinGroupRequest, pb.JoinGroupResponse, _ROLES)
 SEAL = UnaryMethod("/swarm.pb.Averaging/Seal", pb.SealGroupRequest, pb.SealGroupResponse, _ROLES)
 COMMIT = UnaryMethod("/swarm.pb.Averaging/Commit", pb.CommitGroupRequest, pb.AveragingAck, _ROLES)
+POLL = UnaryMethod("/swarm.pb.Averaging/Poll", pb.PollGroupRequest, pb.PollGroupResponse, _ROLES)
 RELEASE = UnaryMethod("/swarm.pb.Averaging/Release", pb.ReleaseGroupRequest, pb.AveragingAck, _ROLES)
 
 KEPT_CONTACTS = 16 * MAX_GROUP
 
 
 class Calls:
-    """Calls under one averaging key, and how to reach those it may call.
+    """Calls under one averaging key, and how to reach those it may call; those it may not have a mailbox.
 
     Args:
         patience_s: Of every call, for its answer.
@@ -50,6 +52,7 @@ class Calls:
         self._patience_s = patience_s
         self._contacts: dict[PeerId, Contact] = {}
         self._on_turn = on_turn
+        self.mail = Mailboxes(endpoint.runtime.clock.time, 2 * patience_s)
 
     def remember(self, contact: Contact) -> None:
         """Know how to reach a peer; the latest word counts."""
@@ -71,7 +74,8 @@ class Calls:
         contact = self._contacts.get(peer)
         if contact is None:
             return AskFailed(peer, "no address is known")
-        request = join_request(self.key, self._endpoint.contact, terms, looks_for_s)
+        addresses = () if terms.sends_only else self._endpoint.contact.addresses
+        request = join_request(self.key, Contact(self._endpoint.peer_id, addresses), terms, looks_for_s)
         try:
             reply = await self._endpoint.transport.call(contact, JOIN, request, timeout_s=self._patience_s)
             answer = read_join_response(peer, reply)
@@ -85,6 +89,9 @@ class Calls:
     async def offer(self, contact: Contact, seal: Seal) -> SealAnswered:
         """Ask a member to accept the seal."""
         request = seal_request(self.key, seal)
+        if contact.peer_id in self.mail:
+            accepted, reason = await self.mail.offer(contact.peer_id, request, self._patience_s)
+            return SealAnswered(contact.peer_id, seal.nonce, accepted, reason[:MAX_REASON_CHARS])
         try:
             reply = await self._endpoint.transport.call(contact, SEAL, request, timeout_s=self._patience_s)
         except SwarmError as error:
@@ -96,19 +103,27 @@ class Calls:
         request = pb.CommitGroupRequest(key=self.key, nonce=seal.nonce)
         async with asyncio.TaskGroup() as group:
             for member in seal.members:
-                if member.peer_id != self._endpoint.peer_id:
+                if member.peer_id in self.mail:
+                    self.mail.put(member.peer_id, pb.GroupMessage(commit=request))
+                elif member.peer_id != self._endpoint.peer_id:
                     group.create_task(self._tell(Contact(member.peer_id, member.addresses), COMMIT, request))
 
     async def release(self, peer: PeerId, redirect: PeerId | None) -> None:
         """Tell a peer that our agreement is off, and whom to ask instead."""
         contact, other = self._contacts.get(peer), self.contact(redirect)
-        if contact is None:
-            return
         request = pb.ReleaseGroupRequest(key=self.key)
         if other is not None:
             request.redirect = other.peer_id.digest
             request.redirect_addresses.extend(other.addresses[:MAX_ADDRESSES])
-        await self._tell(contact, RELEASE, request)
+        if peer in self.mail:
+            self.mail.put(peer, pb.GroupMessage(release=request))
+        elif contact is not None:
+            await self._tell(contact, RELEASE, request)
+
+    async def poll(self, leader: PeerId, request: pb.PollGroupRequest) -> pb.PollGroupResponse:
+        """Ask a leader what it has for a peer that it cannot call. Raises what `Transport.call` raises."""
+        contact = self._contacts.get(leader) or Contact(leader, ())
+        return await self._endpoint.transport.call(contact, POLL, request, timeout_s=self._patience_s)
 
     async def _tell(self, contact: Contact, method: UnaryMethod[Any, Any], request: Any) -> None:
         try:

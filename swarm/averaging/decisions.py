@@ -65,7 +65,8 @@ class Terms:
 
     Attributes:
         cell: Only peers with the same cell of the grid meet; empty without a grid.
-        sends_only: It reduces nothing: others cannot reach it, or it is configured so.
+        sends_only: It reduces nothing and nobody calls it: others cannot reach it, or it is configured so. It leads no
+            group; it follows whoever leads, and fetches from there what others are told.
         enters_in_s: It looks ahead of time, and expects to have its values after so long.
         measured: What it measured of others' bandwidth.
     """
@@ -98,6 +99,8 @@ class Hinted:
     """All peers that the DHT names for this key at present."""
 
     peers: tuple[PeerId, ...]
+    pulls: tuple[PeerId, ...] = ()
+    """Those among them that nobody can call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ The DHT only hints at who may take part. A peer asks others with a lower priorit
 whoever has the lowest number among those looking leads. The leader seals the group (members, parts, schema hash,
 nonce); the group exists once all of them accepted the seal. A peer has at most one accepted request, and only towards a
 lower number, so that waiting is acyclic and nobody waits for ever; it accepts one seal at a time, and only its
-leader's, so that nobody is in two groups.
+leader's, so that nobody is in two groups. Those that only send count as higher than all others: they lead nobody.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
+from swarm.averaging.admission import admit
 from swarm.averaging.decisions import (
-    AnswerJoin,
     AnswerSeal,
     AskFailed,
     AskJoin,
@@ -41,7 +41,7 @@ from swarm.averaging.decisions import (
 )
 from swarm.averaging.rounds import Group, Member, Seal
 from swarm.averaging.seals import compose, problem
-from swarm.averaging.search import WRONG_WAY, Follower, Phase, Search
+from swarm.averaging.search import WRONG_WAY, Phase, Search
 from swarm.averaging.view import View
 from swarm.identity import PeerId
 
@@ -97,6 +97,10 @@ class Matchmaker:
         """Whom we follow."""
         return self._search.leader if self._search else None
 
+    def follows_us(self, peer: PeerId) -> bool:
+        """Whether we accepted a peer into the group that we form."""
+        return self._search is not None and peer in self._search.followers
+
     @property
     def closes_at(self) -> float:
         """When the window closes; in the past if we are not looking."""
@@ -116,15 +120,15 @@ class Matchmaker:
         match event:
             case Begin():
                 return self._begin(event, now)
-            case Hinted(peers):
-                news = self._view.hint(peers)
+            case Hinted(peers, pulls):
+                news = self._view.hint(peers, pulls)
                 if self._search is not None:
                     self._search.hinted = True
                     if news:
                         self._search.next_poll_at = now
                 return self._advance(now) + self._nudge()
             case JoinAsked():
-                answer = self._asked(event, now)
+                answer = admit(event, self.me.peer_id, self._search, self.phase, self._view, self.timing, now)
                 return [answer, *self._advance(now)]
             case JoinAnswered():
                 return self._answered(event, now) + self._advance(now)
@@ -166,10 +170,9 @@ class Matchmaker:
         if now >= search.closes_at:
             self._view.missed(search)
             return self._send_seal(search, now) if search.sealable else self._conclude_without(search)
-        if search.settled(now, self.timing) and not search.followers and search.asking is None:
-            reachable = [p for p in self._view.expected(search) if p not in search.failed]
-            if not reachable and search.mismatch is None:
-                return self._conclude_without(search)
+        idle = search.settled(now, self.timing) and not search.followers and search.asking is None
+        if idle and search.mismatch is None and not self._view.leaders(search):
+            return self._conclude_without(search)
         return self._ask_next(search, now)
 
     def _complete(self, search: Search, now: float) -> bool:
@@ -194,36 +197,6 @@ class Matchmaker:
         """Tell those that could follow us that we look: else a peer between two rounds would not know."""
         looking = self._search if self.phase is Phase.LOOKING else None
         return [Nudge(peer) for peer in self._view.nudges(looking)] if looking else []
-
-    def _asked(self, event: JoinAsked, now: float) -> AnswerJoin:
-        peer, search = event.member.peer_id, self._search
-        if charge := self._view.barred(peer):
-            return AnswerJoin(Verdict.PROBATION, reason=charge)
-        if search is not None and event.cell != search.terms.cell:
-            return AnswerJoin(Verdict.NOT_LOOKING)
-        if search is not None and event.schema_hash != search.terms.schema_hash:
-            search.other_schema(peer, event.schema_hash)
-            return AnswerJoin(Verdict.MISMATCH, schema_hash=search.terms.schema_hash)
-        self._view.heard(peer, search, now + min(event.patience_s, self.timing.window_s))
-        if search is None:
-            return AnswerJoin(Verdict.NOT_LOOKING)
-        if search.failed.get(peer) != WRONG_WAY:
-            search.failed.pop(peer, None)  # whatever it was, the peer is there now
-        if peer == self.me.peer_id or self._view.may_lead_us(peer):
-            search.next_poll_at = now  # it nudges us: it looks, so it may be asked at once
-            return AnswerJoin(Verdict.WRONG_WAY)
-        if self.phase is Phase.SEALING:
-            if peer in search.followers:
-                return AnswerJoin(Verdict.ACCEPTED, seal_within_s=2 * self.timing.answer_s)
-            return AnswerJoin(Verdict.BUSY)
-        if self.phase is not Phase.LOOKING:
-            return AnswerJoin(Verdict.REDIRECT, leader=search.leader)
-        if peer not in search.followers and search.full:
-            return AnswerJoin(Verdict.FULL)
-        if now >= search.closes_at or not self._view.may_meet(search, peer, search.settled(now, self.timing)):
-            return AnswerJoin(Verdict.BUSY)
-        search.followers[peer] = Follower(event, now)
-        return AnswerJoin(Verdict.ACCEPTED, seal_within_s=search.closes_at - now + self.timing.answer_s)
 
     def _answered(self, event: JoinAnswered, now: float) -> list[Instruction]:
         search, peer = self._search, event.peer
@@ -392,7 +365,7 @@ class Matchmaker:
         return Concluded(Group(search.seal.nonce.hex()), search.seal)
 
     def _conclude_without(self, search: Search) -> list[Instruction]:
-        outcome = search.outcome(knows_others=bool(self._view.hinted or search.heard))
+        outcome = search.outcome(bool(self._view.hinted or search.heard), self._view.leaders(search))
         released: list[Instruction] = [SendRelease(peer) for peer in search.followers]
         if self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and search.leader is not None:
             released.append(SendRelease(search.leader))

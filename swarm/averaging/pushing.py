@@ -179,7 +179,8 @@ class PushSeat:
     def _candidates(self) -> list[PeerId]:
         now = self.now
         self._absent = {peer: until for peer, until in self._absent.items() if until > now}
-        return [p for p in self._contacts if p not in self._absent and not self._probation.reason(p, now)]
+        present = [p for p, contact in self._contacts.items() if contact.addresses and p not in self._absent]
+        return [p for p in present if not self._probation.reason(p, now)]
 
     def _note(self, problem: str) -> None:
         if len(self._problems) < KEPT_PROBLEMS:

@@ -11,7 +11,7 @@ from swarm.averaging.rounds import Alone, Mismatch, Outcome, Seal, TooFew
 from swarm.identity import PeerId
 
 WRONG_WAY = "disagrees about who leads"
-NO_REDUCER = "nobody in the group may reduce"
+NO_REDUCER = "all who are known only send, so that nobody would reduce"
 
 
 class Phase(Enum):
@@ -76,9 +76,8 @@ class Search:
 
     @property
     def sealable(self) -> bool:
-        """Whether those who are here can be a group."""
-        reduces = not self.terms.sends_only or any(not f.asked.sends_only for f in self.followers.values())
-        return self.size >= self.terms.min_group and reduces
+        """Whether those who are here can be a group that we lead."""
+        return self.size >= self.terms.min_group and not self.terms.sends_only
 
     def settled(self, now: float, timing: Timing) -> bool:
         """Whether everybody who looks had time to tell us."""
@@ -120,13 +119,17 @@ class Search:
         self.failed[peer] = "other schema"
         self.followers.pop(peer, None)
 
-    def outcome(self, knows_others: bool) -> Outcome:
-        """What the search ends in without a group."""
+    def outcome(self, knows_others: bool, knows_leaders: bool) -> Outcome:
+        """What the search ends in without a group.
+
+        Args:
+            knows_leaders: Some of the others would reduce, and could lead us.
+        """
         if self.mismatch is not None:
             return self.mismatch
         if not knows_others and not self.followers and not self.lost:
             return Alone()
         reason = self.lost or "; ".join(f"{p.short}: {r}" for p, r in list(self.failed.items())[:4])
-        if self.size >= self.terms.min_group and not self.sealable:
+        if self.terms.sends_only and not knows_leaders and not self.lost:
             reason = NO_REDUCER
         return TooFew(self.size, self.terms.min_group, reason or "others were not looking")

@@ -37,12 +37,14 @@ from swarm.averaging.decisions import (
     Timing,
     Verdict,
 )
+from swarm.averaging.entries import Entries
 from swarm.averaging.exchange import Exchange
 from swarm.averaging.gossip import Gossip, Pairing
 from swarm.averaging.grid import Grid
 from swarm.averaging.matchmaking import Matchmaker
 from swarm.averaging.messages import join_response, read_join, read_seal
 from swarm.averaging.probation import Probation
+from swarm.averaging.pulling import Puller
 from swarm.averaging.rounds import Member, Seal
 from swarm.averaging.seals import MAX_ENTER_S
 from swarm.endpoint import Endpoint
@@ -53,7 +55,6 @@ from swarm.pb import averaging_pb2 as pb
 
 HINT_EVERY_S = 0.5
 """While looking, the DHT is read at most this often."""
-KEPT_EXCHANGES = 4
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class Seat:
         self._wake = asyncio.Event()
         self._concluded: asyncio.Future[Concluded] | None = None
         self._ahead: _Ahead | None = None
-        self._exchanges: dict[bytes, asyncio.Future[Exchange]] = {}
+        self._entries = Entries()
         self.matchmaker = Matchmaker(
             key,
             Member(endpoint.peer_id, (), 0.0),
@@ -105,6 +106,9 @@ class Seat:
             random_order=in_pairs,
             partner=self._pairing.partner if in_pairs else None,
             barred=lambda peer: probation.reason(peer, self.now),
+        )
+        self._puller = Puller(
+            endpoint, self._calls, self._timing, lambda: self.matchmaker.leader, self.feed, self._entries.expect
         )
 
     @property
@@ -197,15 +201,15 @@ class Seat:
         self._concluded, begun = concluded, self.now
         try:
             cell = await self._choose_cell()
-            me = self._endpoint.contact
+            addresses = self.board.addresses
             terms = replace(
                 terms,
                 cell=cell,
-                sends_only=self._endpoint.config.averaging.sends_only or not me.addresses,
+                sends_only=not addresses,
                 measured=self._bandwidth.measured(),
                 turn=self._pairing.turn,
             )
-            self.matchmaker.me = Member(self._endpoint.peer_id, me.addresses, terms.weight)
+            self.matchmaker.me = Member(self._endpoint.peer_id, addresses, terms.weight)
             self.feed(Begin(terms, timeout_s, warm=self._is_warm(cell)))
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(self._tick()), group.create_task(self._refresh_hints(cell))]
@@ -249,7 +253,7 @@ class Seat:
                     answer = instruction
                 case Concluded(_, seal):
                     if seal is not None:
-                        self._expect(seal.nonce)
+                        self._entries.expect(seal.nonce)
                     if self._concluded is not None and not self._concluded.done():
                         self._concluded.set_result(instruction)
                 case _:
@@ -270,6 +274,8 @@ class Seat:
                 about_us = (Verdict.MISMATCH, Verdict.PROBATION)
                 if isinstance(instruction, AskJoin) or isinstance(answer, AskFailed) or answer.verdict in about_us:
                     self.feed(answer)
+                if self.matchmaker.terms is not None and self.matchmaker.terms.sends_only:
+                    await self._puller.follow()
             case OfferSeal(seal):
                 async with asyncio.TaskGroup() as group:
                     for member in seal.members:
@@ -326,7 +332,8 @@ class Seat:
         if not cell:
             self._counted_at = self.now
         if cell == self.matchmaker.cell:
-            self.feed(Hinted(tuple(contact.peer_id for contact in contacts)))
+            pulls = tuple(contact.peer_id for contact in contacts if not contact.addresses)
+            self.feed(Hinted(tuple(contact.peer_id for contact in contacts), pulls))
 
     # Serving ---------------------------------------------------------------------------------------------------------
 
@@ -334,6 +341,7 @@ class Seat:
         asked = read_join(caller, request)
         self._calls.remember(Contact(caller, asked.member.addresses))
         self._pairing.saw(request.turn)
+        self._calls.mail.open(caller, asked.sends_only, anew=not self.matchmaker.follows_us(caller))
         answer = self.feed(asked)
         assert isinstance(answer, AnswerJoin)
         turn = self._pairing.turn if self._concluded is not None else 0  # between two rounds we are in none
@@ -344,7 +352,7 @@ class Seat:
         answer = self.feed(SealOffered(caller, seal))
         assert isinstance(answer, AnswerSeal)
         if answer.accepted:
-            self._expect(seal.nonce)
+            self._entries.expect(seal.nonce)
         return pb.SealGroupResponse(accepted=answer.accepted, reason=answer.reason)
 
     def released(self, caller: PeerId, request: pb.ReleaseGroupRequest) -> None:
@@ -353,27 +361,26 @@ class Seat:
             self._calls.remember_redirect(redirect, request.redirect_addresses)
         self.feed(Released(caller, redirect))
 
-    # Exchanges -------------------------------------------------------------------------------------------------------
+    async def poll(self, caller: PeerId, request: pb.PollGroupRequest) -> pb.PollGroupResponse:
+        """What there is to tell a peer that nobody can call. Raises `NoGroupError` if it did not ask to join."""
+        if caller not in self._calls.mail:
+            raise NoGroupError("You did not ask to be admitted.")
+        longest_s = self._timing.answer_s / 2
+        patience_s = min(max(request.patience_s, 0.0), longest_s) if math.isfinite(request.patience_s) else longest_s
+        return pb.PollGroupResponse(messages=await self._calls.mail.collect(caller, request, patience_s))
 
-    def _expect(self, nonce: bytes) -> asyncio.Future[Exchange]:
-        if nonce not in self._exchanges:
-            while len(self._exchanges) >= KEPT_EXCHANGES:
-                self._exchanges.pop(next(iter(self._exchanges))).cancel()
-            self._exchanges[nonce] = asyncio.get_running_loop().create_future()
-        return self._exchanges[nonce]
+    # Exchanges -------------------------------------------------------------------------------------------------------
 
     def enter(self, nonce: bytes, exchange: Exchange) -> None:
         """Let streams of the sealed group reach the exchange."""
-        self._expect(nonce).set_result(exchange)
+        self._entries.enter(nonce, exchange)
 
     def takes_part(self, nonce: bytes) -> bool:
         """Whether this peer pledged itself to the group, or is in it."""
-        return nonce in self._exchanges
+        return nonce in self._entries
 
     def leave(self, nonce: bytes) -> None:
-        future = self._exchanges.pop(nonce, None)
-        if future is not None:
-            future.cancel()
+        self._entries.leave(nonce)
 
     async def exchange(self, nonce: bytes) -> Exchange:
         """The exchange of a group that this peer pledged itself to; a member's stream implies that the group exists.
@@ -384,17 +391,8 @@ class Seat:
             NoGroupError: This peer is in no such group.
         """
         self.feed(Committed(nonce))
-        future = self._exchanges.get(nonce)
-        if future is None:
-            raise NoGroupError("This peer is in no such group.")
-        patience_s: float | None = self._timing.answer_s
-        if self._ahead is not None and not future.done():
+        patience_s = self._timing.answer_s
+        if self._ahead is not None and not self._entries.entered(nonce):
             patience_s = MAX_ENTER_S
             self._ahead.awaited = True
-        try:
-            async with asyncio.timeout(patience_s):
-                return await asyncio.shield(future)
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and not future.cancelled():
-                raise
-            raise NoGroupError("This peer left the group before the exchange.") from error
+        return await self._entries.get(nonce, patience_s)

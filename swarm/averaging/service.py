@@ -6,7 +6,7 @@ from google.protobuf.message import DecodeError
 
 from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.bandwidth import Bandwidths
-from swarm.averaging.calls import COMMIT, JOIN, RELEASE, SEAL
+from swarm.averaging.calls import COMMIT, JOIN, POLL, RELEASE, SEAL
 from swarm.averaging.decisions import Committed
 from swarm.averaging.delivery import FATE, PUSH, read_hello
 from swarm.averaging.exchange import EXCHANGE
@@ -22,7 +22,7 @@ from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, CallContext
 from swarm.pb import averaging_pb2 as pb
 
-__all__ = ["COMMIT", "JOIN", "RELEASE", "SEAL", "AveragingService", "Seat"]
+__all__ = ["COMMIT", "JOIN", "POLL", "RELEASE", "SEAL", "AveragingService", "Seat"]
 
 
 class AveragingService:
@@ -44,6 +44,7 @@ class AveragingService:
         transport.serve(SEAL, self._seal)
         transport.serve(COMMIT, self._commit)
         transport.serve(RELEASE, self._release)
+        transport.serve(POLL, self._poll)
         transport.serve_stream(EXCHANGE, self._exchange)
         transport.serve_stream(PUSH, self._push)
         transport.serve(FATE, self._fate)
@@ -120,6 +121,9 @@ class AveragingService:
     async def _release(self, context: CallContext, request: pb.ReleaseGroupRequest) -> pb.AveragingAck:
         self._seat(request.key).released(context.peer_id, request)
         return pb.AveragingAck()
+
+    async def _poll(self, context: CallContext, request: pb.PollGroupRequest) -> pb.PollGroupResponse:
+        return await self._seat(request.key).poll(context.peer_id, request)
 
     async def _exchange(self, context: CallContext, stream: ByteStream) -> None:
         first = await stream.receive()

@@ -12,6 +12,7 @@ from swarm.identity import PeerId
 MAX_NUDGES = 32
 """Peers with higher numbers that one search tells about itself."""
 MAX_HEARD = 256
+MAX_PULLS = 1024
 
 
 def priority(key: str, peer: PeerId) -> bytes:
@@ -47,6 +48,9 @@ class View:
         self._random_order = random_order
         self._partner = partner
         self._number = priority(key, me)
+        self._pull = False
+        self._pulls: dict[PeerId, None] = {}
+        """Who only sends: it is not called and leads nobody."""
         self._absent: dict[PeerId, None] = {}
         self._waiting: dict[PeerId, float] = {}
 
@@ -55,18 +59,31 @@ class View:
         return priority(self._key, peer)
 
     def may_lead_us(self, peer: PeerId) -> bool:
-        return priority(self._key, peer) < self._number
+        """Whoever only sends comes after all others."""
+        return peer not in self._pulls and (self._pull or priority(self._key, peer) < self._number)
+
+    def learn(self, peer: PeerId, pulls: bool) -> None:
+        """Whether a peer only sends."""
+        self._pulls.pop(peer, None)
+        if pulls:
+            self._pulls[peer] = None
+            if len(self._pulls) > MAX_PULLS:
+                del self._pulls[next(iter(self._pulls))]
 
     def begin(self, search: Search, now: float) -> None:
         """Give a new search what is known from before: nothing, if it is in another cell."""
+        self._pull = search.terms.sends_only
         if search.terms.cell != self.cell:
             self.cell = search.terms.cell
             self.hinted, self._absent, search.hinted = {}, {}, False
         search.heard.update(dict.fromkeys(peer for peer, until in self._waiting.items() if until > now))
         self._waiting.clear()
 
-    def hint(self, peers: Sequence[PeerId]) -> bool:
+    def hint(self, peers: Sequence[PeerId], pulls: Sequence[PeerId]) -> bool:
         """Take the DHT's word, which replaces its earlier one; whether it names somebody new."""
+        pulling = dict.fromkeys(pulls)
+        for peer in peers:
+            self.learn(peer, peer in pulling)
         known, self.hinted = self.hinted, {peer: None for peer in peers if peer != self._me}
         return any(peer not in known for peer in self.hinted)
 
@@ -91,6 +108,11 @@ class View:
         """Everybody who may look now, without those on probation."""
         return [peer for peer in {**self.hinted, **search.heard} if not self.barred(peer)]
 
+    def leaders(self, search: Search) -> bool:
+        """Whether anybody may look now and has not failed, with whom we could be in a group."""
+        expected = (peer for peer in self.expected(search) if peer not in search.failed)
+        return any(not self._pull or peer not in self._pulls for peer in expected)
+
     def complete(self, search: Search, settled: bool) -> bool:
         """Whether everybody whom we expect follows us, failed, or, once `settled`, stayed away the last time too."""
         known = (search.followers, search.failed, self._absent if settled else {})
@@ -113,7 +135,8 @@ class View:
 
     def nudges(self, search: Search) -> list[PeerId]:
         """Whom to tell that we look: those who could follow us and were not told yet."""
-        new = [p for p in self.expected(search) if not self.may_lead_us(p) and p not in search.nudged]
+        new = [p for p in self.expected(search) if not self.may_lead_us(p) and p not in self._pulls]
+        new = [p for p in new if p not in search.nudged]
         new = [p for p in new if p not in search.followers][: MAX_NUDGES - len(search.nudged)]
         search.nudged.update(dict.fromkeys(new))
         return new

@@ -132,6 +132,40 @@ class ReleaseGroupRequest(_message.Message):
     redirect_addresses: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, key: _Optional[str] = ..., redirect: _Optional[bytes] = ..., redirect_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class PollGroupRequest(_message.Message):
+    __slots__ = ("key", "seen", "nonce", "accepted", "reason", "patience_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    seen: int
+    nonce: bytes
+    accepted: bool
+    reason: str
+    patience_s: float
+    def __init__(self, key: _Optional[str] = ..., seen: _Optional[int] = ..., nonce: _Optional[bytes] = ..., accepted: bool = ..., reason: _Optional[str] = ..., patience_s: _Optional[float] = ...) -> None: ...
+
+class PollGroupResponse(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[GroupMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[GroupMessage, _Mapping]]] = ...) -> None: ...
+
+class GroupMessage(_message.Message):
+    __slots__ = ("number", "seal", "commit", "release")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    seal: SealGroupRequest
+    commit: CommitGroupRequest
+    release: ReleaseGroupRequest
+    def __init__(self, number: _Optional[int] = ..., seal: _Optional[_Union[SealGroupRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitGroupRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseGroupRequest, _Mapping]] = ...) -> None: ...
+
 class ExchangeHello(_message.Message):
     __slots__ = ("nonce", "chunks", "weight", "check")
     NONCE_FIELD_NUMBER: _ClassVar[int]

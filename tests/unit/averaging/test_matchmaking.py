@@ -32,7 +32,8 @@ from swarm.averaging.decisions import (
 )
 from swarm.averaging.matchmaking import Matchmaker
 from swarm.averaging.rounds import Alone, Group, Member, Mismatch, Seal, TooFew
-from swarm.averaging.search import NO_REDUCER, Phase
+from swarm.averaging.seals import compose, problem
+from swarm.averaging.search import NO_REDUCER, Follower, Phase
 from swarm.identity import PeerId
 from swarm.tensors.partition import split
 from tests.interleavings import KEY, OTHER_SCHEMA, SCHEMA, TIMING, Net, Node, Plan, peer_ids
@@ -58,7 +59,9 @@ def test_every_interleaving_ends_in_time_in_consistent_groups(first: int) -> Non
 def test_without_faults_whoever_can_find_a_group_does(first: int) -> None:
     for seed in range(first, first + 100):
         net = Net(Plan.draw(seed, faults=False)).play()
-        if net.plan.others == 0 and net.plan.rounds == 1 and net.plan.max_group >= net.plan.count >= net.plan.min_group:
+        plan = net.plan
+        fits = plan.max_group >= plan.count >= plan.min_group and plan.senders < plan.count
+        if plan.others == 0 and plan.rounds == 1 and fits:
             assert [len(members) for members in net.groups().values()] == [net.plan.count]
             # As soon as all are there, well before the window ends.
             assert max(node.concluded_at for node in net.nodes.values()) < net.plan.spread_s + 1.5
@@ -166,14 +169,14 @@ def test_a_group_of_those_that_only_send_cannot_be() -> None:
     for peer in net.nodes:
         net.begin(peer, 0.0, sends_only=True)
     net.run()
-    assert outcome_of(next(iter(net.nodes.values()))) == TooFew(3, 2, NO_REDUCER)
-    assert all(isinstance(outcome_of(node), TooFew) for node in net.nodes.values())
+    assert all(outcome_of(node) == TooFew(1, 2, NO_REDUCER) for node in net.nodes.values())
     net = Net(Plan(0, count=3))
     for index, peer in enumerate(net.nodes):
         net.begin(peer, 0.0, sends_only=index != 1)
     net.run()
     (seal,) = (net.seals[nonce] for nonce in net.groups())
-    assert [member.part for member in seal.members] == [0, 1000, 0]
+    assert [member.part for member in seal.members] == [1000, 0, 0]
+    assert seal.members[0].peer_id == list(net.nodes)[1]
 
 
 # One matchmaker, step by step ---------------------------------------------------------------------------------------
@@ -423,3 +426,58 @@ def test_a_seal_that_asks_for_more_than_was_offered_is_refused(trio: list[PeerId
         assert isinstance(answer, AnswerSeal)
         assert not answer.accepted
         assert reason in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("parts", "mine", "sends_only", "refused"),
+    [
+        ([500, 500], 1, False, False),
+        ([1000, 0], 1, False, True),  # of two that reduce, each has half
+        ([1000, 0], 1, True, False),
+        ([667, 333, 0], 1, False, False),
+        ([669, 331, 0], 1, False, True),
+        ([501, 499, 0, 0], 2, False, False),  # too slow to reduce anything
+        ([503, 497, 0, 0], 2, False, True),
+        ([1000, 0, 0, 0], 2, False, True),  # says that we only send
+        ([1000, 0, 0, 0], 2, True, False),
+        ([400, 150, 150, 150, 150], 1, False, False),
+        ([404, 149, 149, 149, 149], 1, False, True),
+        ([149, 149, 404, 149, 149], 1, False, True),  # nobody may, not only the leader
+        ([334, 333, 333, 0, 0, 0], 5, True, False),
+    ],
+)
+def test_a_seal_in_which_a_member_takes_more_than_its_share_is_refused(
+    parts: list[int], mine: int, sends_only: bool, refused: bool
+) -> None:
+    ids = [PeerId(bytes([i + 1]) * 32) for i in range(len(parts))]
+    members = tuple(Member(peer, (), 1.0, part) for peer, part in zip(ids, parts, strict=True))
+    terms = Terms(SCHEMA, 1.0, 1000, sends_only=sends_only)
+    found = problem(Seal(b"n" * 16, SCHEMA, members), ids[0], ids[mine], terms)
+    assert found == ("a member takes more than its share of the vector" if refused else "")
+
+
+def test_seals_that_leaders_compose_are_accepted_by_all_members() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        count, numel = rng.randint(2, 9), rng.choice([1, 7, 1000, 12345])
+        ids = [PeerId(bytes([i + 1]) * 32) for i in range(count)]
+        sends_only = [False, *(rng.random() < 0.4 for _ in ids[1:])]
+        rates = {peer: 10.0 ** rng.uniform(5, 9) for peer in ids}
+        measured = tuple(Rate(peer, rates[peer], rates[peer]) for peer in ids if rng.random() < 0.9)
+        followers = [
+            Follower(JoinAsked(Member(p, (), 1.0), SCHEMA, sends_only=s, measured=measured), 0.0)
+            for p, s in zip(ids[1:], sends_only[1:], strict=True)
+        ]
+        leader = Terms(SCHEMA, 1.0, numel, measured=measured)
+        seal = compose(b"n" * 16, Member(ids[0], (), 1.0), leader, 0.0, followers, 0.0)
+        for peer, sends in zip(ids, sends_only, strict=True):
+            assert problem(seal, ids[0], peer, Terms(SCHEMA, 1.0, numel, sends_only=sends)) == "", seal
+
+
+@pytest.mark.parametrize(("least", "most", "accepted"), [(2, 16, True), (3, 16, True), (4, 16, False), (2, 2, False)])
+def test_a_group_of_another_size_than_wanted_is_refused(least: int, most: int, accepted: bool) -> None:
+    ids = [PeerId(bytes([i + 1]) * 32) for i in range(3)]
+    seal = seal_of(*ids)
+    found = problem(seal, ids[0], ids[2], Terms(SCHEMA, 1.0, 1000, min_group=least, max_group=most))
+    assert (found == "") is accepted
+    assert accepted or "3 members" in found
