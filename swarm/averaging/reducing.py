@@ -40,7 +40,8 @@ class PartServer:
         """Something arrived, or somebody is lost."""
         self._taken = Signal()
         self._averaged = Signal()
-        self._left = Signal()
+        self._served = Signal()
+        """An average went to somebody, or somebody needs no more."""
         self._unserved: dict[PeerId, None] = dict.fromkeys(others) if part.chunks else {}
         self._seen: dict[PeerId, None] = {}
         self._late: Counter[PeerId] = Counter()
@@ -90,9 +91,9 @@ class PartServer:
             shared.report.note(f"{count} of {len(part.chunks)} chunks of our part were averaged without {peer.short}")
         await shared.complete.wait()
         try:
-            async with asyncio.timeout(shared.config.chunk_timeout_s):
-                while self._unserved:
-                    await self._left.wait()
+            while self._unserved:
+                async with asyncio.timeout(shared.config.chunk_timeout_s):
+                    await self._served.wait()  # a slow link is no reason to end as long as averages leave
         except TimeoutError:
             for peer in self._unserved:
                 shared.report.note(f"{peer.short} did not fetch the averages of our part in time")
@@ -182,7 +183,7 @@ class PartServer:
         """A member is not there any more: it sends and fetches nothing."""
         self.lose(peer, reason)
         self._unserved.pop(peer, None)
-        self._left.fire()
+        self._served.fire()
 
     # Streams ---------------------------------------------------------------------------------------------------------
 
@@ -267,6 +268,7 @@ class PartServer:
                 await stream.send(NOT_COUNTED)
             await stream.send(average)
             shared.report.bytes_sent += len(average)
+            self._served.fire()
         await shared.complete.wait()
         await stream.send(shared.result().to_bytes())
 

@@ -72,8 +72,11 @@ class _Job(Generic[T]):
         self.finished.release()
 
     def cancel(self) -> None:
-        """Nobody waits any more. Runs on the loop, after `start`."""
-        assert self._task is not None
+        """Nobody waits any more. Runs on the loop, after `start` if that was asked for."""
+        if self._task is None:
+            self._coroutine.close()
+            self.finished.release()
+            return
         self._task.cancel()
         self._task.add_done_callback(_look_at)
 
@@ -121,7 +124,8 @@ class LoopThread:
 
         Raises:
             LoopThreadError: Called on the loop thread itself.
-            TimeoutError: Not done within `timeout_s`; the coroutine is cancelled, as it is on Ctrl-C.
+            TimeoutError: Not done within `timeout_s`; the coroutine is cancelled. So it is on Ctrl-C, which is raised
+                once the coroutine has ended, or after 2 s: it may have worked in the caller's memory.
         """
         if self.current:
             coroutine.close()
@@ -130,19 +134,24 @@ class LoopThread:
                 fix="Call the async form there, or make the blocking call on another thread.",
             )
         job = _Job(self.loop, coroutine)
-        self.loop.call_soon_threadsafe(job.start)
         end = None if timeout_s is None else time.monotonic() + timeout_s
         done = False
         try:
+            # Within the guard: the coroutine may have begun, and Ctrl-C come, before this returns.
+            self.loop.call_soon_threadsafe(job.start)
             while not done:
                 # Waiting in pieces keeps Ctrl-C working where a lock cannot be interrupted.
                 left = _POLL_S if end is None else min(_POLL_S, max(0.0, end - time.monotonic()))
                 done = job.finished.acquire(timeout=left)
                 if not done and end is not None and time.monotonic() >= end:
-                    raise TimeoutError(f"The call was not done within {timeout_s} s.")
-        finally:
-            if not done:
-                self.loop.call_soon_threadsafe(job.cancel)
+                    break
+        except BaseException:
+            self.loop.call_soon_threadsafe(job.cancel)
+            job.finished.acquire(timeout=_STOP_S)
+            raise
+        if not done:
+            self.loop.call_soon_threadsafe(job.cancel)
+            raise TimeoutError(f"The call was not done within {timeout_s} s.")
         return job.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
