@@ -261,10 +261,12 @@ def test_a_member_whose_values_are_misstated_knows_who_lies(
     world.run(main)
 
 
-def test_a_checker_that_dies_leaves_local_values(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checker_that_dies_leaves_local_values(memory_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only in virtual time: it waits for deadlines."""
+
     async def main() -> None:
         values = random_values(3)
-        group = await group_of(world, values, CONFIG)
+        group = await group_of(memory_world, values, CONFIG)
         silent = group[0].endpoint.peer_id
 
         async def serve(self: CheckServer, *args: Any) -> None:
@@ -282,4 +284,4 @@ def test_a_checker_that_dies_leaves_local_values(world: World, monkeypatch: pyte
             assert end.seconds < 8
         assert any("did not check" in p for end in rounds for p in end.degraded)
 
-    world.run(main)
+    memory_world.run(main)
