@@ -174,7 +174,8 @@ class AveragingConfig(_Section):
     """Push-sum: a share comes back when its receiver has been silent for so long. Longer than usual outages, since a
     receiver that had taken it and returns makes it count twice; about equal for all peers that average together."""
     sends_only: bool = False
-    """Average without reducing a part for others: for a peer with little upload, or one that others cannot reach."""
+    """Average without reducing a part for others or being called: for a peer with little upload, or behind NAT. A peer
+    without addresses does so by itself."""
 
 
 class PeerConfig(_Section):

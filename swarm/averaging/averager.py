@@ -7,7 +7,6 @@ import hashlib
 import math
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Literal, Protocol, overload
 
 import torch
@@ -17,6 +16,7 @@ from swarm.averaging.allreduce import AllReduce, choose_codecs, make_feedback
 from swarm.averaging.decisions import Terms
 from swarm.averaging.exchange import Exchange
 from swarm.averaging.gossip import PushSum, Strategy
+from swarm.averaging.handle import RoundHandle
 from swarm.averaging.pushing import PushSeat
 from swarm.averaging.rounds import (
     Group,
@@ -40,49 +40,6 @@ class AveragingPeer(Protocol):
 
     @property
     def averaging(self) -> AveragingService: ...
-
-
-class RoundHandle:
-    """A round that runs in the background on a copy of the tensors; they may change meanwhile."""
-
-    def __init__(self, averager: Averager, future: Future[Round]) -> None:
-        self._averager = averager
-        self._future = future
-        self._applied = False
-
-    @property
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self, timeout_s: float | None = None) -> Round:
-        """Wait for the round's end. Raises `TimeoutError`; the round goes on."""
-        return self._future.result(timeout_s)
-
-    def before(self) -> Tensor:
-        """A flat copy of the values when the round began. Valid until it is applied."""
-        assert self._averager._before is not None
-        return self._averager._before.flat()
-
-    def cancel(self) -> None:
-        """Give the round up; nothing is applied. The averager cannot be used again."""
-        self._future.cancel()
-
-    def apply(self) -> Round:
-        """Wait for the end, then add what the round changed: tensor += averaged - value when the round began.
-
-        Call it on the thread that owns the tensors. Later calls do nothing. Without a group nothing changes.
-        """
-        try:
-            outcome = self.result()
-        except BaseException:
-            if self._future.done() and not self._applied:
-                self._applied = True
-                self._averager._finish(None)
-            raise
-        if not self._applied:
-            self._applied = True
-            self._averager._finish(outcome)
-        return outcome
 
 
 class Averager:
@@ -196,12 +153,14 @@ class Averager:
         """Run one round. What others do never raises: see `Round.outcome` and `Round.degraded`.
 
         Args:
-            weight: Of this peer's values in the mean, usually samples or steps; 0 only receives. Not with `PushSum`.
+            weight: Of this peer's values in the mean, usually samples or steps; 0 only receives. 1 with `PushSum`.
             wait: Block, then write averages into the tensors. False: return a `RoundHandle` at once.
             timeout_s: Cap of the search for a group; the configured window applies below it.
 
         Raises:
             UsageError: A weight that cannot be, or a round that is still running.
+            KeyboardInterrupt: Ctrl-C ended a blocking round. Each chunk of tensors that are averaged in place is the
+                average or what it was; other tensors are unchanged. The averager can be used again.
             ClosedError: The averager or its peer is closed.
         """
         weight = self._start(weight)
@@ -286,11 +245,20 @@ class Averager:
     def _start(self, weight: float) -> float:
         """Begin a round; the checked weight."""
         self._check_open()
-        weight = checked_weight(weight)
+        weight = self._checked_weight(weight)
         if [TensorMeta.of(t) for t in self._tensors] != list(self._vector.metas):
             raise SchemaMismatchError("A tensor has another shape or dtype than when the averager was made.")
         if not self._busy.acquire(blocking=False):
             raise UsageError("A round of this averager is running.", fix="Wait for it, and apply its handle.")
+        return weight
+
+    def _checked_weight(self, weight: float) -> float:
+        weight = checked_weight(weight)
+        if isinstance(self.strategy, PushSum) and weight != 1.0:
+            raise UsageError(
+                f"Push-sum weighs all peers alike, so that a weight of {weight:g} cannot count.",
+                fix="Leave the weight out, or average in groups, by AllReduce or Gossip.",
+            )
         return weight
 
     def _finish(self, outcome: Round | None) -> None:
@@ -307,7 +275,7 @@ class Averager:
 
     async def average(self, vector: FlatVector, weight: float, timeout_s: float | None = None) -> Round:
         """Run one round on a flat vector of the averager's layout, in place. The building block of `step`."""
-        weight = checked_weight(weight)
+        weight = self._checked_weight(weight)
         await self.open()
         seat = self._seat
         if isinstance(seat, PushSeat):

@@ -58,7 +58,7 @@ class PushSum:
 
     (Stochastic gradient push.) A step takes in the shares that came since the last one, sets out `peers` new ones in
     the background, and is over. All peers converge to the mean of their values weighted alike, however often each of
-    them steps; the weight given to `Averager.step` has no meaning here. Others must be able to reach this peer.
+    them steps; `Averager.step` takes no other weight than 1. Others must be able to reach this peer.
 
     Memory, besides the tensors: a copy of them, an fp32 copy for what arrives, the encoded values until the last of
     their shares has been taken (a few of those if receivers are slow), and the encoded shares that arrive (at most 4 at

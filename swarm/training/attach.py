@@ -13,7 +13,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from swarm.averaging.averager import Averager, RoundHandle
+from swarm.averaging.averager import Averager
+from swarm.averaging.gossip import PushSum
+from swarm.averaging.handle import RoundHandle
 from swarm.averaging.rounds import Group, Round
 from swarm.averaging.service import AveragingService
 from swarm.errors import ClosedError, SwarmError, UsageError
@@ -157,7 +159,7 @@ class Attachment:
         return 2 * self._since_attempt >= every and self._averager.others_waiting
 
     def _begin_round(self) -> None:
-        weight = float(self._since_average)
+        weight = 1.0 if isinstance(self._averaging.strategy, PushSum) else float(self._since_average)
         self._planner.round_began()
         self._since_attempt, self._begun_at_step = 0, self.step
         if self._averaging.overlap:

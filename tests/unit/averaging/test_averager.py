@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.averager import Averager
-from swarm.averaging.rounds import checked_weight
+from swarm.averaging.gossip import PushSum
+from swarm.averaging.rounds import Alone, checked_weight
 from swarm.averaging.service import AveragingService
 from swarm.errors import UsageError
 from tests.support import MemoryWorld
@@ -85,6 +86,18 @@ def test_weights_that_are_no_finite_numbers_are_refused(weight: Any, memory_worl
             await averager.step_async(weight)
         with pytest.raises(UsageError):
             await averager.average(averager.vector, weight)
+
+    memory_world.run(body)
+
+
+def test_push_sum_takes_no_other_weight_than_one(memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        averager = Averager(Mate(AveragingService(await memory_world.endpoint())), [torch.ones(2)], "k", PushSum())
+        for weight in (0.0, 2.0):
+            with pytest.raises(UsageError, match="weighs all peers alike"):
+                await averager.step_async(weight)
+        assert isinstance((await averager.step_async(1)).outcome, Alone)
+        await averager.aclose()
 
     memory_world.run(body)
 
