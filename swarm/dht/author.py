@@ -38,6 +38,8 @@ CONTESTED_PAUSE = 2.0
 """Renewals of an entry that another process of our identity writes too take this many times the usual interval."""
 STORED_KEPT = 1024
 """Entries of which the version is remembered that our former self has left."""
+REPEAT_TIMEOUTS = 5.0
+"""Call timeouts after which a record that most of its holders did not take is placed again."""
 EAGER = 0.25
 """A renewal that nobody took is repeated after this part of the usual interval."""
 TOGETHER = 0.02
@@ -161,7 +163,21 @@ class Author:
                     todo[i] = newer
             if not todo:
                 break
+        for draft, count in zip(drafts, accepted, strict=True):
+            self._repeat_soon(draft, count)
         return accepted
+
+    def _repeat_soon(self, draft: Draft, accepted: int) -> None:
+        """Place a renewed record or a tombstone again soon where a majority of its holders did not take it."""
+        published = self._published.get((draft.key, draft.subkey))
+        if published is None or published.draft is not draft or not (draft.renew or draft.deleted):
+            return
+        enough = min(self._do.config.replication // 2 + 1, len(self._do.book.table.all_nodes()) + 1)
+        if accepted < enough and published.contested_until_s <= self._now():
+            pause_s = REPEAT_TIMEOUTS * self._do.config.call_timeout_s * (1 + JITTER * self._do.runtime.rng.random())
+            published.due_s = min(published.due_s, self._now() + pause_s)
+            if published.due_s < self._next_s:
+                self._earlier.set()
 
     def _newer(self, outcome: Placed) -> int:
         """The version that we must exceed, or 0.
@@ -178,7 +194,9 @@ class Author:
         config = self._do.config
         limit, limit_of_key = config.max_entries_per_author, config.max_entries_per_key_and_author
         names = {(draft.key, draft.subkey): None for draft in drafts}
-        if len(self._published) + len(names) > limit:
+        most_of_key = max(Counter(key for key, _ in names).values(), default=0)
+        most_held = max((len(self._subkeys.get(key, ())) for key, _ in names), default=0)
+        if len(self._published) + len(names) > limit or most_held + most_of_key > limit_of_key:
             self._forget_expired()
         if len(self._published) + sum(name not in self._published for name in names) > limit:
             raise refused(Refusal.QUOTA, f"One peer publishes at most {limit} entries.", "Delete some.")
@@ -288,7 +306,7 @@ class Author:
             first = Claimed(found.record.record_version, self._now())
             last = _Published(draft, found.record, found.expires_s, math.inf, found.expires_s, first)
             self._keep(last)
-        if not last.draft.deleted:
+        if not last.draft.deleted or last.due_s < math.inf:  # the latter: too few have taken the tombstone so far
             await self.publish([self._tombstone(last)])
 
     def _tombstone(self, last: _Published) -> Draft:
@@ -314,10 +332,11 @@ class Author:
                 await self._renew_due()
 
     def renew_all(self) -> None:
-        """Renew every record now: others may have lost it while they could not reach us."""
+        """Renew every record and tombstone now: others may have lost it while they could not reach us."""
+        now_s = self._now()
         for published in self._published.values():
-            if published.draft.renew:
-                published.due_s = self._now()
+            if published.draft.renew or (published.draft.deleted and published.expires_s > now_s):
+                published.due_s = now_s
         self._earlier.set()
 
     async def _renew_due(self) -> None:

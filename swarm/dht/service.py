@@ -20,6 +20,8 @@ from swarm.runtime import Runtime
 CALL_COST = 1.0
 """Units of work (see `DhtConfig.max_work_per_s`) of a call; a record to check is one more."""
 TARGET_COST = 0.25
+HASHED_ENTRIES = 100.0
+"""Entries whose digest costs one unit."""
 LIFETIME_BYTES = 5
 """Of one lifetime in an answer by digest."""
 
@@ -71,7 +73,12 @@ class Service:
     async def _on_find(self, context: CallContext, request: pb.DhtFindRequest) -> pb.DhtFindResponse:
         if len(request.targets) > MAX_TARGETS:
             raise MalformedFrameError(f"More than {MAX_TARGETS} targets in one find request.")
-        await self._callers.accept(context, request.sender, CALL_COST + TARGET_COST * len(request.targets))
+        keys = [target.key for target in request.targets if target.key]
+        if len(dict.fromkeys(keys)) < len(keys):
+            raise MalformedFrameError("A find request asks for one key twice.")
+        hashed = sum(self._storage.count(t.key) for t in request.targets if t.key and (t.digest or t.inline_bytes))
+        cost = CALL_COST + TARGET_COST * len(request.targets) + hashed / HASHED_ENTRIES
+        await self._callers.accept(context, request.sender, cost)
         count = min(request.count, self._config.bucket_size)
         contacts = Contacts()
         found = []

@@ -126,6 +126,11 @@ class Storage:
         """Whether there is at least one copy of a key."""
         return key in self._keys
 
+    def count(self, key: str) -> int:
+        """How many copies are held under a key."""
+        held = self._keys.get(key)
+        return 0 if held is None else len(held.entries)
+
     def held_keys(self) -> list[str]:
         """The keys with at least one copy, in the order they came."""
         return list(self._keys)

@@ -356,3 +356,46 @@ def test_recalls_are_few_while_the_network_is_well(memory_world: MemoryWorld, mo
         assert 3 * 1200 / 130 * 0.5 <= len(tried) <= 3 * 1200 / 60 * 1.2  # each of the three dead every 60 to 120 s
 
     memory_world.run(main)
+
+
+def test_what_is_deleted_while_cut_off_is_gone_everywhere_soon_after(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        peers = await network(memory_world, 40)
+        author, others = peers[20], peers[:20] + peers[21:]
+        assert await author.dht.put("k", "old", ttl_s=3600) == 5
+        memory_world.network.partition([[author.peer_id], [p.peer_id for p in others]])
+        await author.dht.delete("k")
+        await asyncio.sleep(20)
+        memory_world.network.partition(None)
+        await asyncio.sleep(BAR_S)
+        assert [await p.dht.get("k") for p in others[::5]] == [[]] * len(others[::5])
+
+    memory_world.run(main)
+
+
+def test_what_is_published_while_cut_off_is_read_everywhere_soon_after(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        peers = await network(memory_world, 40)
+        author, others = peers[20], peers[:20] + peers[21:]
+        memory_world.network.partition([[author.peer_id], [p.peer_id for p in others]])
+        await author.dht.put("k", "new", ttl_s=3600)
+        await asyncio.sleep(20)
+        memory_world.network.partition(None)
+        await asyncio.sleep(BAR_S)
+        for reader in others[::5]:
+            assert [entry.body for entry in await reader.dht.get("k")] == ["new"]
+
+    memory_world.run(main)
+
+
+def test_entries_that_ended_make_room_for_others_of_their_author(memory_world: MemoryWorld) -> None:
+    config = PeerConfig.preset("wan", dht={"max_entries_per_key_and_author": 4})
+
+    async def main() -> None:
+        peers = await network(memory_world, 3, config)
+        for i in range(4):
+            await peers[0].dht.put("k", i, subkey=str(i), ttl_s=1, renew=False)
+        await asyncio.sleep(2)
+        assert await peers[0].dht.put("k", "later", subkey="later", ttl_s=60)
+
+    memory_world.run(main)

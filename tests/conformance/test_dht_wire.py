@@ -329,3 +329,26 @@ def test_lookups_and_what_they_cost_are_counted(world: World) -> None:
         assert 8 <= stats.messages - before[2] <= 24
 
     world.run(main)
+
+
+def test_one_request_cannot_ask_for_a_key_many_times(world: World) -> None:
+    async def main() -> None:
+        holder, asker = await network(world, 2)
+        request = pb.DhtFindRequest(targets=[pb.DhtTarget(key="k", inline_bytes=1)] * 64)
+        with pytest.raises(MalformedFrameError, match="one key twice"):
+            await asker.transport.call(holder.contact, FIND, request, timeout_s=5.0)
+
+    world.run(main)
+
+
+def test_digests_of_large_keys_cost_their_asker(world: World) -> None:
+    config = PeerConfig.preset("wan", transport={"listen_host": "127.0.0.1"}, dht={"max_work_per_s": 20})
+
+    async def main() -> None:
+        holder, asker = await network(world, 2, config)
+        await holder.dht.put_many([Put("k", i, 600, subkey=str(i)) for i in range(1000)])
+        with pytest.raises(RateLimitedError):
+            for _ in range(100):  # without, these are 125 units of the 400 that may come at once
+                await find(asker, holder, pb.DhtTarget(key="k", inline_bytes=1))
+
+    world.run(main)
