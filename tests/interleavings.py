@@ -295,7 +295,7 @@ class Net:
                     assert (self.order(peer) < self.order(me)) is asks, "waiting must go towards lower numbers only"
                 request = JoinAsked(
                     Member(me, (), terms.weight), terms.schema_hash, node.maker.closes_at - self.now, terms.cell,
-                    terms.sends_only,
+                    terms.sends_only, terms.enters_in_s,
                 )  # fmt: skip
 
                 def answered(answer: object, to: PeerId = peer) -> None:

@@ -26,7 +26,7 @@ def admit(
     if search is not None and event.schema_hash != search.terms.schema_hash:
         search.other_schema(peer, event.schema_hash)
         return AnswerJoin(Verdict.MISMATCH, schema_hash=search.terms.schema_hash)
-    view.heard(peer, search, now + min(event.patience_s, timing.window_s))
+    view.heard(peer, search, now, event.enters_in_s, min(event.patience_s, timing.window_s))
     if search is None:
         return AnswerJoin(Verdict.NOT_LOOKING)
     if search.failed.get(peer) != WRONG_WAY:

@@ -52,7 +52,7 @@ class View:
         self._pulls: dict[PeerId, None] = {}
         """Who only sends: it is not called and leads nobody."""
         self._absent: dict[PeerId, None] = {}
-        self._waiting: dict[PeerId, float] = {}
+        self._waiting: dict[PeerId, tuple[float, float]] = {}
 
     def order(self, peer: PeerId) -> bytes:
         """By this peers are sorted; the first leads."""
@@ -76,7 +76,7 @@ class View:
         if search.terms.cell != self.cell:
             self.cell = search.terms.cell
             self.hinted, self._absent, search.hinted = {}, {}, False
-        search.heard.update(dict.fromkeys(peer for peer, until in self._waiting.items() if until > now))
+        search.heard.update(dict.fromkeys(peer for peer, (_, until) in self._waiting.items() if until > now))
         self._waiting.clear()
 
     def hint(self, peers: Sequence[PeerId], pulls: Sequence[PeerId]) -> bool:
@@ -87,18 +87,21 @@ class View:
         known, self.hinted = self.hinted, {peer: None for peer in peers if peer != self._me}
         return any(peer not in known for peer in self.hinted)
 
-    def heard(self, peer: PeerId, search: Search | None, until: float) -> None:
-        """A peer asked or nudged us: it looks, at least `until` then."""
+    def heard(self, peer: PeerId, search: Search | None, now: float, enters_in_s: float, for_s: float) -> None:
+        """A peer asked or nudged us: it looks for `for_s` at least, for a round that it enters in `enters_in_s`."""
         self._absent.pop(peer, None)
         if search is not None:
             if len(search.heard) < MAX_HEARD:
                 search.heard[peer] = None
-        elif len(self._waiting) < MAX_HEARD:
-            self._waiting[peer] = until
+        elif peer in self._waiting or len(self._waiting) < MAX_HEARD:
+            enters_at, until = self._waiting.get(peer, (now, now))
+            asked_before = until > now  # and said then when it enters
+            self._waiting[peer] = (enters_at if asked_before else now + enters_in_s, now + for_s)
 
     def others_waiting(self, now: float) -> bool:
-        self._waiting = {peer: until for peer, until in self._waiting.items() if until > now}
-        return bool(self._waiting)
+        """Whether others look while we do not. Who looks ahead of its round does not wait for us yet."""
+        self._waiting = {peer: times for peer, times in self._waiting.items() if times[1] > now}
+        return any(enters_at <= now for enters_at, _ in self._waiting.values())
 
     def missed(self, search: Search) -> None:
         """The window closed: who did not come by then does not hold up the next one."""

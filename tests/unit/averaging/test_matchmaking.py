@@ -98,6 +98,17 @@ def test_others_that_do_not_look_make_too_few_but_learn_of_it(looking: int) -> N
     assert not asleep.maker.others_waiting(net.now + 10)
 
 
+def test_a_peer_that_looks_ahead_of_its_round_hurries_nobody() -> None:
+    net = Net(Plan(0, count=2))
+    asleep, ahead = net.nodes
+    net.begin(ahead, 0.0, enters_in_s=0.6)
+    told: list[bool] = []
+    for time in (0.3, 0.9):
+        net.at(time, lambda: told.append(net.nodes[asleep].maker.others_waiting(net.now)))
+    net.run()
+    assert told == [False, True]
+
+
 def test_dead_peers_alone_do_not_use_up_the_window() -> None:
     net = Net(Plan(0, count=2))
     low, high = net.nodes
