@@ -39,7 +39,10 @@ CONTESTED_PAUSE = 2.0
 STORED_KEPT = 1024
 """Entries of which the version is remembered that our former self has left."""
 REPEAT_TIMEOUTS = 5.0
-"""Call timeouts after which a record that most of its holders did not take is placed again."""
+"""Call timeouts after which a record that most of its holders did not take is placed again; each pause is twice the
+one before."""
+REPEATS = 4
+"""So many times it is placed once enough have taken it, that first time included."""
 EAGER = 0.25
 """A renewal that nobody took is repeated after this part of the usual interval."""
 TOGETHER = 0.02
@@ -92,6 +95,8 @@ class Author:
         self._published: dict[tuple[str, str], _Published] = {}
         self._subkeys: dict[str, dict[str, None]] = {}
         self._signing = asyncio.Lock()
+        self._unsettled: dict[tuple[str, str], int] = {}
+        """Placings still to come of records that too few took."""
         self._earlier = asyncio.Event()
         self._next_s = math.inf
 
@@ -115,6 +120,7 @@ class Author:
         now_s = self._now()
         for name in [name for name, published in self._published.items() if published.expires_s <= now_s]:
             del self._published[name]
+            self._unsettled.pop(name, None)
             del self._subkeys[name[0]][name[1]]
             if not self._subkeys[name[0]]:
                 del self._subkeys[name[0]]
@@ -168,16 +174,24 @@ class Author:
         return accepted
 
     def _repeat_soon(self, draft: Draft, accepted: int) -> None:
-        """Place a renewed record or a tombstone again soon where a majority of its holders did not take it."""
-        published = self._published.get((draft.key, draft.subkey))
+        """Place a renewed record or a tombstone again soon where a majority of its holders did not take it.
+
+        And some times more after that: who could not be reached a while ago is left out of lookups for a while.
+        """
+        name = (draft.key, draft.subkey)
+        published = self._published.get(name)
         if published is None or published.draft is not draft or not (draft.renew or draft.deleted):
             return
         enough = min(self._do.config.replication // 2 + 1, len(self._do.book.table.all_nodes()) + 1)
-        if accepted < enough and published.contested_until_s <= self._now():
-            pause_s = REPEAT_TIMEOUTS * self._do.config.call_timeout_s * (1 + JITTER * self._do.runtime.rng.random())
-            published.due_s = min(published.due_s, self._now() + pause_s)
-            if published.due_s < self._next_s:
-                self._earlier.set()
+        left = REPEATS if accepted < enough else self._unsettled.get(name, 0) - 1
+        if left <= 0 or published.contested_until_s > self._now():
+            self._unsettled.pop(name, None)
+            return
+        self._unsettled[name] = left
+        pause_s = REPEAT_TIMEOUTS * self._do.config.call_timeout_s * 2 ** (REPEATS - left)
+        published.due_s = min(published.due_s, self._now() + pause_s * (1 + JITTER * self._do.runtime.rng.random()))
+        if published.due_s < self._next_s:
+            self._earlier.set()
 
     def _newer(self, outcome: Placed) -> int:
         """The version that we must exceed, or 0.
