@@ -8,6 +8,9 @@ a core of its own, so that whatever averaging computes comes out of training; an
 cores for its one compute thread, and the other only keeps up with it without computing. The ratio is the median over
 pairs of blocks that ran after one another. `*_cpu_s_per_gb` is the processor time that averaging adds to a trainer, for
 each 10^9 bytes of parameters that it averages, snapshots for joiners and group forming included.
+
+Both sides let the allocator keep freed memory, as swarm does by itself (`swarm.tensors.memory`): a plain loop, which
+gets its gradients as fresh pages in each step, would be slower than one with swarm. `--untuned` shows that.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ def run_trainer(rank: int, folder: Path, shape: dict[str, Any]) -> None:
     from torch import nn
 
     torch.set_num_threads(1)
+    if not shape["untuned"]:
+        torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)  # what swarm does, without importing it
     torch.manual_seed(0)
     hidden, every = shape["hidden"], shape["every"]
     model = nn.Sequential(
@@ -151,8 +156,9 @@ def main() -> None:
     parser.add_argument("--codec", default="none")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--settings", default="busy,free")
+    parser.add_argument("--untuned", action="store_true", help="leave the allocator of the plain side as it is")
     options = parser.parse_args()
-    shape = {"every": options.every, "hidden": options.hidden, "batch": options.batch, "codec": options.codec}
+    shape = {name: getattr(options, name) for name in ("every", "hidden", "batch", "codec", "untuned")}
     figures: dict[str, Any] = {"trainers": PEERS, "threads": 1, **shape}
     for setting in options.settings.split(","):
         found = measure(options.repeats, {**shape, "busy": setting == "busy"})
