@@ -6,8 +6,9 @@ Two trainers with a plain torch loop under `swarm.attach(ParameterAveraging(ever
 same loop and never import swarm, block by block of a few rounds. Two settings: `busy`, where each trainer is pinned to
 a core of its own, so that whatever averaging computes comes out of training; and `free`, where one trainer has two
 cores for its one compute thread, and the other only keeps up with it without computing. The ratio is the median over
-pairs of blocks that ran after one another. `*_cpu_s_per_gb` is the processor time that averaging adds to a trainer, for
-each 10^9 bytes of parameters that it averages, snapshots for joiners and group forming included.
+pairs of blocks that ran after one another; `*_cpu_ratio` is that of processor times, which scatter less, and says what
+is left of a core that has nothing to spare. `*_cpu_s_per_gb` is the processor time that averaging adds to a trainer,
+for each 10^9 bytes of parameters that it averages, snapshots for joiners and group forming included.
 
 Both sides let the allocator keep freed memory, as swarm does by itself (`swarm.tensors.memory`): a plain loop, which
 gets its gradients as fresh pages in each step, would be slower than one with swarm. `--untuned` shows that.
@@ -17,19 +18,47 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from benchmarks.averaging import START_TIMEOUT_S, System
 
-ROUNDS_PER_BLOCK = 3
+ROUNDS_PER_BLOCK = 2
 PEERS = 2
+
+
+class Pace:
+    """Tells a trainer that computes nothing when the first one has made a step."""
+
+    def __init__(self, file: Path, rank: int) -> None:
+        self._file = file
+        self._leads = rank == 0
+        self._steps = 0
+        if self._leads:
+            file.write_bytes(bytes(8))
+
+    @cached_property
+    def _counter(self) -> mmap.mmap:
+        with self._file.open("r+b") as stream:
+            return mmap.mmap(stream.fileno(), 8)
+
+    def step(self) -> None:
+        if self._leads:
+            self._steps += 1
+            self._counter[:] = self._steps.to_bytes(8, "little")
+
+    def follow(self) -> None:
+        self._steps += 1
+        while int.from_bytes(self._counter[:], "little") < self._steps:
+            time.sleep(0.001)
 
 
 def run_trainer(rank: int, folder: Path, shape: dict[str, Any]) -> None:
@@ -58,10 +87,7 @@ def run_trainer(rank: int, folder: Path, shape: dict[str, Any]) -> None:
 
     for _ in range(10):
         step()
-    begun = time.perf_counter()
-    for _ in range(10):
-        step()
-    step_s = (time.perf_counter() - begun) / 10
+    pace = Pace(folder / f"pace-{shape['swarm']}", rank)
     with ExitStack() as stack:
         attached = None
         if shape["swarm"]:
@@ -74,21 +100,19 @@ def run_trainer(rank: int, folder: Path, shape: dict[str, Any]) -> None:
             averaging = ParameterAveraging(every, AllReduce(max_group=PEERS, codec=shape["codec"]))
             attached = stack.enter_context(attach(model, optimizer, peer, averaging))
         parameters = sum(p.numel() for p in model.parameters())
-        print(json.dumps({"ready": True, "parameters": parameters, "step_s": step_s}), flush=True)
-        computes = shape["busy"] or rank == 0
+        print(json.dumps({"ready": True, "parameters": parameters}), flush=True)
         for _ in sys.stdin:
             rounds = attached.stats.outcomes["Group"] if attached else 0
             pause_s = attached.stats.pause_s if attached else 0.0
             begun, cpu = time.perf_counter(), time.process_time()
-            end = begun + ROUNDS_PER_BLOCK * every * step_s * 1.02
-            done = 0
-            while done < ROUNDS_PER_BLOCK * every:
-                if computes:
+            done = ROUNDS_PER_BLOCK * every
+            for _ in range(done):
+                if shape["busy"] or rank == 0:
                     step()
-                else:  # the same number of steps in about the same time, without what they compute
-                    time.sleep(max(0.0, (end - time.perf_counter()) / (ROUNDS_PER_BLOCK * every - done)))
+                    pace.step()
+                else:
+                    pace.follow()
                     optimizer.step()
-                done += 1
             seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
             answer = {
                 "ok": True,
@@ -143,6 +167,9 @@ def measure(repeats: int, shape: dict[str, Any]) -> dict[str, float]:
         "rounds_per_block": statistics.mean(rounds),
         "pause_ms_per_round": 1e3 * sum(figure("swarm", "pause_s")) / max(1.0, sum(rounds)),
         "added_cpu_ms_per_round": 1e3 * sum(added_cpu_s) / max(1.0, sum(rounds)),
+        "cpu_ratio": statistics.median(
+            b / a for a, b in zip(figure("swarm", "cpu_s"), figure("plain", "cpu_s"), strict=True)
+        ),
         "cpu_s_per_gb": statistics.mean(added_cpu_s) / max(1.0, statistics.mean(rounds)) / (parameters * 4e-9),
     }
 
@@ -154,7 +181,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--codec", default="none")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--settings", default="busy,free")
     parser.add_argument("--untuned", action="store_true", help="leave the allocator of the plain side as it is")
     options = parser.parse_args()
