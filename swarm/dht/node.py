@@ -310,6 +310,9 @@ class Dht:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             self._check_open()
+            waiter = asyncio.current_task()
+            if task.cancelled() and not (waiter and waiter.cancelling()):
+                raise ClosedError("The peer was ended while it read.") from None
             raise
 
     def peers(self) -> list[Contact]:
