@@ -39,6 +39,10 @@ class Hearsay:
         if len(tellers) < TELLERS:
             tellers.append(teller)
 
+    def forget(self, contact: bytes) -> None:
+        """The contact is to be tried whoever named it."""
+        self._tellers.pop(contact, None)
+
     def first_hand(self, contact: bytes) -> bool:
         """Whether nobody had to name the contact."""
         return contact not in self._tellers

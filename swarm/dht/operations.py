@@ -290,6 +290,8 @@ class Operations:
                     read.told(ask.node, part.told, part.nearest)
 
         await self._drive(reads, send, config.parallelism)
+        if again := [read for read in reads if read.retry()]:
+            await self.driver.drive(Crawl(again, config.parallelism), send)
         self._count(reads)
         results = {read.key: self._admitted(read.result()) for read in reads}
         lacking: dict[bytes, tuple[PeerNode, list[Copy]]] = {}

@@ -105,6 +105,21 @@ class Read(Lookup):
         near = (node for distance, node in self._candidates.heap if distance < reach)
         return self._slow > 0 and any(self.state(node) is State.SLOW for node in near)
 
+    def retry(self) -> bool:
+        """Ask the nearest that failed once more, where nothing was found; whether there are any.
+
+        Calls get lost by themselves, and a first contact is two: all holders of a key may fail to answer once.
+        """
+        window = self.window()
+        if self.merged or not window:
+            return False
+        reach = window[-1].long_id ^ self.target
+        near = [n for d, n in self._candidates.heap if d < reach and self.state(n) is State.FAILED][: self.width]
+        for node in near:
+            self._hearsay.forget(node.id)
+            self._leave(node, State.NEW)
+        return bool(near)
+
     def _agree(self) -> bool:
         """Whether the nearest that are alive, as many as `agreement` says, all hold just the union."""
         near = self.window()[: self._agreement]

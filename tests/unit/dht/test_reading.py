@@ -274,3 +274,31 @@ def test_a_disputed_read_waits_for_a_slow_peer_that_is_one_of_the_nearest() -> N
     reading.reply(near, [], [])
     assert reading.done
     assert sum(reading.holders().values()) == 1
+
+
+def test_an_empty_read_asks_the_nearest_that_failed_once_more() -> None:
+    reading = read(peers=5)
+    for peer in reading.next(3):
+        reading.failed(peer)
+    for peer in reading.next(3):
+        reading.reply(peer, [], [])
+    assert reading.done
+    assert reading.retry()
+    again = reading.next(3)
+    assert [n.long_id for n in again] == [1, 2, 3]
+    for peer in again[:2]:
+        reading.reply(peer, [copy(1)], [])
+    assert reading.done
+    assert list(reading.result().values()) == [copy(1)]
+
+
+def test_a_read_that_found_something_or_missed_nobody_asks_nobody_again() -> None:
+    found, whole = read(), read()
+    near, two, three = found.next(3)
+    found.failed(near)
+    for peer in (two, three):
+        found.reply(peer, [copy(1)], [])
+    for peer in whole.next(3):
+        whole.reply(peer, [], [])
+    assert not found.retry()
+    assert not whole.retry()
