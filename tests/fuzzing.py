@@ -99,7 +99,7 @@ class DhtFuzz:
         targets = [
             pb.DhtTarget(key="k", digest=rng.randbytes(rng.choice((0, 16))), inline_bytes=rng.randrange(2) * 500),
             pb.DhtTarget(position=position_of("x")),
-            pb.DhtTarget(key="k", after=rng.randbytes(rng.randrange(40))),
+            pb.DhtTarget(key="steps/a", after=rng.randbytes(rng.randrange(40))),
         ]
         return rng.choice(
             (
