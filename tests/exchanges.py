@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -26,7 +26,7 @@ from swarm.net.security import OpenAuthorizer
 from swarm.net.transport import ByteStream, CallContext, StreamHandler
 from swarm.pb.averaging_pb2 import ExchangeHello
 from swarm.roles import ALL_ROLES
-from swarm.simulation.virtual import VirtualLoop, VirtualRuntime
+from swarm.simulation.virtual import VirtualLoop, VirtualRuntime, run_virtual
 from swarm.tensors.codecs import codec as find_codec
 from swarm.tensors.feedback import ErrorFeedback
 from swarm.tensors.partition import split
@@ -334,3 +334,22 @@ async def play_with_faults(seed: int, verify: bool = False) -> tuple[Played, tup
     played = await group.exchange(vectors, faults)
     await group.close()
     return played, faults
+
+
+def survive_faults(seeds: Iterable[int]) -> None:
+    """Play an exchange with faults for each seed: survivors end in time, with their mean or local values."""
+    counts = {"local": 0, "all": 0, "some": 0}
+    for seed in seeds:
+
+        async def main(seed: int = seed) -> None:
+            played, faults = await play_with_faults(seed)
+            try:
+                for kind, count in check(played, faults).items():
+                    counts[kind] += count
+                slowest = max(s for i, s in played.seconds.items() if i not in {f.member for f in faults})
+                assert slowest <= ROUND_TIMEOUT_S + CHUNK_TIMEOUT_S
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, {faults}: {error}") from error
+
+        run_virtual(main, seed)
+    assert min(counts.values()) > 0, f"the faults do not bite: {counts}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -12,7 +11,7 @@ from swarm.dht import Put, bootstrap_addresses
 from swarm.dht.bodies import encode_body
 from swarm.dht.events import ContactDropped, RecordRefused, Rejoined
 from swarm.dht.messages import FIND, STORE
-from swarm.dht.records import Copy, Record, position_of, sign_record, to_wire
+from swarm.dht.records import Copy, Record, sign_record, to_wire
 from swarm.dht.refusals import Refusal
 from swarm.endpoint import Endpoint
 from swarm.errors import (
@@ -24,25 +23,12 @@ from swarm.errors import (
 )
 from swarm.pb import dht_pb2 as pb
 from swarm.roles import Role
+from tests.dht_networks import nearest, network
 from tests.support import RUN_ID, MemoryWorld, World, deterministic_identity
 
 CONFIG = PeerConfig.preset("wan", transport={"listen_host": "127.0.0.1"})
 """Patient, so that a busy machine is not taken for slow peers."""
 REPLICATION = CONFIG.dht.replication
-
-
-async def network(world: World, count: int, config: PeerConfig | None = None) -> list[Endpoint]:
-    """Peers that joined one after the other through the first."""
-    peers = [await world.endpoint(config=config or CONFIG)]
-    while len(peers) < count:
-        peers.append(await world.endpoint(bootstrap=[peers[0].contact], config=config or CONFIG))
-    return peers
-
-
-def nearest(peers: Sequence[Endpoint], key: str) -> list[Endpoint]:
-    """The peers by distance to a key."""
-    target = int.from_bytes(position_of(key), "big")
-    return sorted(peers, key=lambda p: p.peer_id.node_id ^ target)
 
 
 async def stored(by: Endpoint, at: Endpoint, records: list[pb.DhtRecord]) -> list[pb.DhtStored]:
@@ -59,7 +45,7 @@ async def held_by(peer: Endpoint, key: str, asker: Endpoint) -> list[pb.DhtRecor
 
 def test_what_one_peer_puts_every_peer_gets(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 8)
+        peers = await network(world, 8, CONFIG)
         body = {"addresses": ["10.1.2.3:4"], "queue_s": 0.25}
         assert await peers[3].dht.put("experts/ffn", body, subkey="0", ttl_s=60) == REPLICATION
         for peer in peers:
@@ -79,7 +65,7 @@ def test_what_one_peer_puts_every_peer_gets(world: World) -> None:
 
 def test_a_newer_put_replaces_and_authors_do_not_touch_each_other(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 6)
+        peers = await network(world, 6, CONFIG)
         await asyncio.gather(*(p.dht.put("k", i, ttl_s=60) for i, p in enumerate(peers[:3])))
         await peers[0].dht.put("k", "again", ttl_s=60)
         await peers[0].dht.put("k", "other", subkey="x", ttl_s=60)
@@ -97,7 +83,7 @@ def test_a_newer_put_replaces_and_authors_do_not_touch_each_other(world: World) 
 
 def test_a_deleted_entry_is_gone_everywhere_and_stays_gone(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 7)
+        peers = await network(world, 7, CONFIG)
         await peers[1].dht.put("k", 1, ttl_s=60)
         await peers[2].dht.put("k", 2, ttl_s=60)
         old = next(c for c in await held_by(nearest(peers[3:], "k")[0], "k", peers[1]) if c.body == b"\x01")
@@ -115,7 +101,7 @@ def test_a_deleted_entry_is_gone_everywhere_and_stays_gone(world: World) -> None
 
 def test_bulk_put_and_get_share_their_requests(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 8)
+        peers = await network(world, 8, CONFIG)
         before = peers[2].transport.stats.calls_made
         counts = await peers[2].dht.put_many([Put(f"k{i}", i, 60) for i in range(100)])
         assert counts == [REPLICATION] * 100
@@ -130,7 +116,7 @@ def test_bulk_put_and_get_share_their_requests(world: World) -> None:
 
 def test_reads_of_one_key_at_the_same_time_share_one_answer(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 4)
+        peers = await network(world, 4, CONFIG)
         await peers[0].dht.put("k", 1, ttl_s=60)
         before = peers[3].transport.stats.calls_made
         first = asyncio.create_task(peers[3].dht.get("k"))
@@ -147,7 +133,7 @@ def test_reads_of_one_key_at_the_same_time_share_one_answer(world: World) -> Non
 
 def test_a_key_with_more_entries_than_fit_into_one_message_is_read_whole(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 3)
+        peers = await network(world, 3, CONFIG)
         big = bytes(4000)
         for author in peers[:2]:
             await author.dht.put_many([Put("big", big, 60, subkey=f"{i:03d}") for i in range(200)])
@@ -161,7 +147,7 @@ def test_a_key_with_more_entries_than_fit_into_one_message_is_read_whole(world: 
 
 def test_records_that_must_not_be_held_are_refused_and_counted(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 2)
+        peers = await network(world, 2, CONFIG)
         author = deterministic_identity("attacker")
 
         def signed(body: bytes = b"\x01", run_id: bytes = RUN_ID, version: int = 5, limit: int = 4096) -> pb.DhtRecord:
@@ -195,7 +181,7 @@ def test_records_that_must_not_be_held_are_refused_and_counted(world: World) -> 
 
 def test_a_lying_holder_spoils_nothing_but_its_own_answer(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 6)
+        peers = await network(world, 6, CONFIG)
         await peers[0].dht.put("k", "true", ttl_s=60)
         liar = next(p for p in nearest(peers[:5], "k") if p is not peers[0])
         record = sign_record(liar.identity, RUN_ID, "other", "", b"\x01", 9, 60_000)
@@ -256,7 +242,7 @@ def test_a_lone_peer_keeps_its_own_records(world: World) -> None:
 
 def test_an_author_that_lost_its_memory_writes_above_what_is_held(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 5)
+        peers = await network(world, 5, CONFIG)
         identity = peers[4].identity
         ahead = int(peers[4].runtime.clock.wall() * 1000) + 3_600_000  # its former clock was an hour ahead
         old = to_wire(Copy(sign_record(identity, RUN_ID, "k", "", encode_body("old"), ahead, 60_000), 60.0), 0.0)
@@ -271,7 +257,7 @@ def test_an_author_that_lost_its_memory_writes_above_what_is_held(world: World) 
 
 def test_peers_are_found_by_id_and_unknown_ids_are_not(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 5)
+        peers = await network(world, 5, CONFIG)
         late = await world.endpoint(bootstrap=[peers[1].contact], config=CONFIG)
         for peer in peers:
             found = await peer.dht.find_peer(late.peer_id)
@@ -286,7 +272,7 @@ def test_peers_are_found_by_id_and_unknown_ids_are_not(world: World) -> None:
 
 def test_a_monitor_reads_but_does_not_store(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 3)
+        peers = await network(world, 3, CONFIG)
         monitor = await world.endpoint(roles=[Role.MONITOR], bootstrap=[peers[0].contact], config=CONFIG)
         await peers[0].dht.put("k", 1, ttl_s=60)
         assert [e.body for e in await monitor.dht.get("k")] == [1]
@@ -354,7 +340,7 @@ def test_bootstrap_with_contacts_that_are_gone_is_an_error_with_reasons(world: W
 
 def test_closing_is_idempotent_and_ends_use(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 4)
+        peers = await network(world, 4, CONFIG)
         await peers[1].dht.put("k", 1, ttl_s=60)
         reading = asyncio.create_task(peers[1].dht.get("k", fresh=True))
         await asyncio.sleep(0)

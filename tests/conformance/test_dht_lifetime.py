@@ -18,29 +18,17 @@ from swarm.dht.handover import Handover
 from swarm.dht.known import FILE_NAME, KnownPeersUnusable, read_known
 from swarm.dht.messages import FIND
 from swarm.dht.node import Put
-from swarm.dht.records import position_of
 from swarm.endpoint import Endpoint
 from swarm.errors import BootstrapError
 from swarm.net.transport import Contact
 from swarm.pb import dht_pb2 as pb
+from tests.dht_networks import nearest, network
 from tests.support import RUN_ID, MemoryWorld, World
 
 WAN = PeerConfig.preset("wan")
 LOOPBACK = PeerConfig.preset("wan", transport={"listen_host": "127.0.0.1"})
 BAR_S = 120.0
 """Within this time after a network has healed it is one."""
-
-
-async def network(world: World, count: int, config: PeerConfig = WAN) -> list[Endpoint]:
-    peers = [await world.endpoint(config=config)]
-    while len(peers) < count:
-        peers.append(await world.endpoint(bootstrap=[peers[0].contact], config=config))
-    return peers
-
-
-def nearest(peers: Sequence[Endpoint], key: str) -> list[Endpoint]:
-    target = int.from_bytes(position_of(key), "big")
-    return sorted(peers, key=lambda p: p.peer_id.node_id ^ target)
 
 
 async def hands_nothing_over(self: Handover) -> None:
@@ -69,7 +57,7 @@ async def remembering(world: World, path: Path, bootstrap: Sequence[Contact] = (
 
 def test_a_newcomer_that_takes_little_at_a_time_receives_everything_in_the_end(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, WAN.dht.replication - 1)
+        peers = await network(memory_world, WAN.dht.replication - 1, WAN)
         count, per_s = 2000, 20.0
         puts = [Put(f"k{i}", i, 3600.0, renew=False) for i in range(count)]
         assert min(await peers[0].dht.put_many(puts)) == len(peers)
@@ -90,7 +78,7 @@ def test_a_newcomer_that_takes_little_at_a_time_receives_everything_in_the_end(m
 
 def test_a_record_outlives_all_its_holders_when_they_leave_one_after_the_other(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 16)
+        peers = await network(memory_world, 16, WAN)
         author = nearest(peers, "k")[-1]
         await author.dht.put("k", "alive", ttl_s=86_400, renew=False)
         holders = nearest(peers, "k")[: WAN.dht.replication]
@@ -124,7 +112,7 @@ def test_what_a_leaving_author_withdraws_is_not_handed_over(world: World) -> Non
 
 def test_leaving_is_bounded_in_time_when_nobody_takes_anything(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 12)
+        peers = await network(memory_world, 12, WAN)
         await peers[0].dht.put_many([])
         await asyncio.gather(*(peers[1].dht.put(f"k{i}", i, ttl_s=600) for i in range(30)))
         for peer in peers[1:]:
@@ -187,7 +175,7 @@ def test_a_damaged_file_of_remembered_peers_is_told_and_written_anew(
     async def main() -> None:
         path = tmp_path / FILE_NAME
         path.write_bytes(content)
-        peers = await network(memory_world, 3)
+        peers = await network(memory_world, 3, WAN)
         dht = await remembering(memory_world, path, [peers[0].contact])
         assert dht._do.runtime.events.count(KnownPeersUnusable) == 1
         assert dht.remembered == []
@@ -200,7 +188,7 @@ def test_a_damaged_file_of_remembered_peers_is_told_and_written_anew(
 def test_a_file_that_cannot_be_written_does_not_stop_a_peer(memory_world: MemoryWorld, tmp_path: Path) -> None:
     async def main() -> None:
         (tmp_path / "file").write_text("in the way of a folder")
-        peers = await network(memory_world, 3)
+        peers = await network(memory_world, 3, WAN)
         dht = await remembering(memory_world, tmp_path / "file" / FILE_NAME, [peers[0].contact])
         assert await dht.put("k", 1, ttl_s=60) == 4
         await dht.close()
@@ -211,7 +199,7 @@ def test_a_file_that_cannot_be_written_does_not_stop_a_peer(memory_world: Memory
 
 def test_a_peer_that_slept_is_back_with_its_records_soon(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 14)
+        peers = await network(memory_world, 14, WAN)
         sleeper = peers[7]
         await sleeper.dht.put("short", "s", ttl_s=90)
         await sleeper.dht.put("long", "l", ttl_s=7200)
@@ -234,7 +222,7 @@ def test_a_peer_that_slept_is_back_with_its_records_soon(memory_world: MemoryWor
 
 def test_a_wall_clock_that_jumps_ahead_as_after_sleep_renews_everything(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 6)
+        peers = await network(memory_world, 6, WAN)
         await peers[2].dht.put("k", 1, ttl_s=7200)
         (before,) = await peers[4].dht.get("k")
         clock = peers[2].runtime.clock
@@ -273,7 +261,7 @@ def test_an_address_of_the_invite_that_was_dead_is_tried_again(memory_world: Mem
 
 def test_islands_that_share_one_peer_become_one(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        one, other = await network(memory_world, 14), await network(memory_world, 14)
+        one, other = await network(memory_world, 14, WAN), await network(memory_world, 14, WAN)
         bridge = one[7]
         await bridge.dht.bootstrap([other[0].contact])
         await asyncio.sleep(2 * BAR_S)
@@ -308,7 +296,7 @@ def test_a_record_with_a_foreign_view_leads_to_its_authors_island(world: World) 
 
 def test_peers_of_one_large_network_see_no_islands(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 36)
+        peers = await network(memory_world, 36, WAN)
         compared = [(peers[i], peers[-1 - i]) for i in range(0, 15, 3)]
         assert all([await reader.dht.compare_view(p.contact, p.dht.view()) for reader, p in compared])
 
@@ -317,7 +305,7 @@ def test_peers_of_one_large_network_see_no_islands(memory_world: MemoryWorld) ->
 
 def test_a_partition_of_ten_minutes_heals_within_two(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 20)
+        peers = await network(memory_world, 20, WAN)
         halves = peers[::2], peers[1::2]
         await asyncio.sleep(WAN.dht.maintenance_s)
         memory_world.network.partition([[p.peer_id for p in half] for half in halves])
@@ -342,7 +330,7 @@ def test_a_partition_of_ten_minutes_heals_within_two(memory_world: MemoryWorld) 
 
 def test_recalls_are_few_while_the_network_is_well(memory_world: MemoryWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 12)
+        peers = await network(memory_world, 12, WAN)
         await asyncio.sleep(2 * WAN.dht.maintenance_s)
         for peer in peers[9:]:
             memory_world.network.kill(peer.peer_id)
@@ -369,7 +357,7 @@ def test_what_is_deleted_while_cut_off_is_gone_everywhere_soon_after(
     monkeypatch.setattr(Handover, "to_newcomers", hands_nothing_over)
 
     async def main() -> None:
-        peers = await network(memory_world, 40)
+        peers = await network(memory_world, 40, WAN)
         author, others = peers[20], peers[:20] + peers[21:]
         assert await author.dht.put("k", "old", ttl_s=3600) == 5
         memory_world.network.partition([[author.peer_id], [p.peer_id for p in others]])
@@ -388,7 +376,7 @@ def test_what_is_published_while_cut_off_is_read_everywhere_soon_after(
     monkeypatch.setattr(Handover, "to_newcomers", hands_nothing_over)
 
     async def main() -> None:
-        peers = await network(memory_world, 40)
+        peers = await network(memory_world, 40, WAN)
         author, others = peers[20], peers[:20] + peers[21:]
         memory_world.network.partition([[author.peer_id], [p.peer_id for p in others]])
         await author.dht.put("k", "new", ttl_s=3600)

@@ -16,17 +16,11 @@ from swarm.dht.watch import LINGER_S
 from swarm.endpoint import Endpoint
 from swarm.errors import ClosedError, LoopThreadError, RecordRefusedError, UsageError
 from swarm.net.loop import loop_thread
+from tests.dht_networks import network
 from tests.support import GrpcWorld, MemoryWorld, World
 
 CONFIG = PeerConfig.preset("wan", transport={"listen_host": "127.0.0.1"}, dht={"watch_min_s": 0.05, "watch_max_s": 0.4})
 PATIENCE_S = 20.0
-
-
-async def network(world: World, count: int, config: PeerConfig = CONFIG) -> list[Endpoint]:
-    peers = [await world.endpoint(config=config)]
-    while len(peers) < count:
-        peers.append(await world.endpoint(bootstrap=[peers[0].contact], config=config))
-    return peers
 
 
 async def following(watch: Watch) -> list[Any]:
@@ -37,7 +31,7 @@ async def following(watch: Watch) -> list[Any]:
 
 def test_an_answer_that_may_be_old_costs_no_request(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 4)
+        peers = await network(world, 4, CONFIG)
         reader, stats = peers[3], peers[3].transport.stats
         await peers[0].dht.put("k", 1, ttl_s=60)
         await reader.dht.get_many(["k", "absent"], max_age_s=30.0)
@@ -59,7 +53,7 @@ def test_an_answer_that_may_be_old_costs_no_request(world: World) -> None:
 
 def test_we_read_what_we_wrote_whatever_is_kept_or_under_way(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 4)
+        peers = await network(world, 4, CONFIG)
         writer = peers[2]
         assert await writer.dht.get("k", max_age_s=60.0) == []
         slow = asyncio.create_task(writer.dht.get("k"))
@@ -76,7 +70,7 @@ def test_we_read_what_we_wrote_whatever_is_kept_or_under_way(world: World) -> No
 
 def test_a_watch_tells_of_every_kind_of_change(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 5)
+        peers = await network(world, 5, CONFIG)
         watch = peers[4].dht.watch("k")
         assert await following(watch) == []
         await peers[0].dht.put("k", "a", ttl_s=60)
@@ -96,7 +90,7 @@ def test_a_watch_tells_of_every_kind_of_change(world: World) -> None:
 
 def test_closing_the_dht_ends_its_watches_with_a_typed_error(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 2)
+        peers = await network(world, 2, CONFIG)
         watches = [peers[1].dht.watch(key) for key in ("k", "k", "other")]
         for watch in watches:
             await following(watch)
@@ -130,7 +124,7 @@ def test_a_renewed_record_is_no_news(memory_world: MemoryWorld) -> None:
     """In virtual time: a real transport would wait for the renewals of minutes."""
 
     async def main() -> None:
-        peers = await network(memory_world, 5)
+        peers = await network(memory_world, 5, CONFIG)
         await peers[0].dht.put("k", 1, ttl_s=20)
         watch = peers[4].dht.watch("k")
         assert await following(watch) == [1]
@@ -245,7 +239,7 @@ def test_the_blocking_facade(grpc_world: GrpcWorld) -> None:
     """Real threads: there is no other thread in virtual time."""
 
     async def start() -> list[Endpoint]:
-        return await network(grpc_world, 3)
+        return await network(grpc_world, 3, CONFIG)
 
     peers = grpc_world.run(start)
     one, other = (BlockingDht(peer.dht, peer.run_sync) for peer in peers[:2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -14,28 +13,17 @@ from swarm.dht.claims import MAX_CLAIMS
 from swarm.dht.digests import digest_of
 from swarm.dht.events import ContactDropped, PeerThrottled
 from swarm.dht.messages import FIND, PING, STORE
-from swarm.dht.records import Copy, position_of, sign_record, to_wire
+from swarm.dht.records import Copy, sign_record, to_wire
 from swarm.endpoint import Endpoint
 from swarm.errors import MalformedFrameError, NotAuthorizedError, RateLimitedError
 from swarm.net.transport import Contact
 from swarm.pb import dht_pb2 as pb
 from swarm.roles import Role
+from tests.dht_networks import nearest, network
 from tests.support import RUN_ID, MemoryWorld, World, eventually
 
 CONFIG = PeerConfig.preset("wan", transport={"listen_host": "127.0.0.1"})
 NOWHERE = "127.0.0.1:9"
-
-
-async def network(world: World, count: int, config: PeerConfig = CONFIG) -> list[Endpoint]:
-    peers = [await world.endpoint(config=config)]
-    while len(peers) < count:
-        peers.append(await world.endpoint(bootstrap=[peers[0].contact], config=config))
-    return peers
-
-
-def by_distance(peers: Sequence[Endpoint], key: str) -> list[Endpoint]:
-    target = int.from_bytes(position_of(key), "big")
-    return sorted(peers, key=lambda p: p.peer_id.node_id ^ target)
 
 
 async def find(by: Endpoint, at: Endpoint, target: pb.DhtTarget, **fields: object) -> pb.DhtFindResponse:
@@ -52,7 +40,7 @@ def addresses_of(peer: Endpoint, known_by: Endpoint) -> tuple[str, ...] | None:
 
 def test_a_holder_answers_in_a_few_bytes_whoever_knows_its_entries_or_wants_few(world: World) -> None:
     async def main() -> None:
-        holder, asker = await network(world, 2)
+        holder, asker = await network(world, 2, CONFIG)
         await holder.dht.put_many([Put("k", bytes(900), 60, subkey=str(i)) for i in range(9)])
         (everything,) = (await find(asker, holder, pb.DhtTarget(key="k"))).found
         assert len(everything.records) == 9
@@ -81,9 +69,9 @@ def test_a_holder_answers_in_a_few_bytes_whoever_knows_its_entries_or_wants_few(
 
 def test_a_large_key_travels_once_in_a_read_and_hardly_at_all_when_it_is_read_again(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 8)
+        peers = await network(world, 8, CONFIG)
         await peers[0].dht.put_many([Put("k", bytes(3500), 60, subkey=str(i)) for i in range(60)])
-        reader = by_distance(peers, "k")[-1]
+        reader = nearest(peers, "k")[-1]
 
         async def received(**known: object) -> int:
             before = reader.transport.stats.received_bytes
@@ -105,9 +93,9 @@ def test_a_large_key_travels_once_in_a_read_and_hardly_at_all_when_it_is_read_ag
 
 def test_a_repeated_get_moves_digests_and_returns_what_holders_confirm(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 8)
+        peers = await network(world, 8, CONFIG)
         await peers[0].dht.put_many([Put("k", bytes(3500), 60, subkey=f"{i:02}") for i in range(40)])
-        reader = by_distance(peers, "k")[-1]
+        reader = nearest(peers, "k")[-1]
 
         async def received() -> int:
             before = reader.transport.stats.received_bytes
@@ -135,9 +123,9 @@ def test_a_repeated_get_moves_digests_and_returns_what_holders_confirm(world: Wo
 
 def test_answers_by_digest_that_make_no_sense_cost_their_sender_its_vote(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 7)
+        peers = await network(world, 7, CONFIG)
         await peers[0].dht.put("k", "true", ttl_s=60)
-        liar = by_distance(peers[:6], "k")[1]
+        liar = nearest(peers[:6], "k")[1]
 
         async def lie(_context: object, request: pb.DhtFindRequest) -> pb.DhtFindResponse:
             part = pb.DhtFound(digest=next(lies), remaining_ms=[5, 6, 7])
@@ -156,7 +144,7 @@ def test_answers_by_digest_that_make_no_sense_cost_their_sender_its_vote(world: 
 
 def test_a_caller_enters_the_table_once_it_was_reached_where_it_says_it_is(world: World) -> None:
     async def main() -> None:
-        (host,) = await network(world, 1)
+        (host,) = await network(world, 1, CONFIG)
         liar, honest = await world.endpoint(config=CONFIG), await world.endpoint(config=CONFIG)
         await find(liar, host, pb.DhtTarget(key="k"), sender=[NOWHERE])
         await find(honest, host, pb.DhtTarget(key="k"), sender=honest.contact.addresses)
@@ -171,7 +159,7 @@ def test_a_caller_enters_the_table_once_it_was_reached_where_it_says_it_is(world
 
 def test_a_known_peer_cannot_be_moved_to_where_it_is_not(world: World) -> None:
     async def main() -> None:
-        host, peer, other = await network(world, 3)
+        host, peer, other = await network(world, 3, CONFIG)
         assert addresses_of(peer, host) == peer.contact.addresses
         for sender in ([NOWHERE], list(other.contact.addresses)):
             await peer.transport.call(host.contact, PING, pb.DhtPingRequest(sender=sender), timeout_s=5.0)
@@ -184,7 +172,7 @@ def test_a_known_peer_cannot_be_moved_to_where_it_is_not(world: World) -> None:
 
 def test_what_others_say_of_a_peers_address_does_not_count_where_we_talk_to_it(world: World) -> None:
     async def main() -> None:
-        host, peer = await network(world, 2)
+        host, peer = await network(world, 2, CONFIG)
         node = host.dht._do.book.table.get(peer.peer_id)
         assert node is not None
         host.dht._do.book.table.remove_contact(node)
@@ -199,7 +187,7 @@ def test_whoever_claims_ever_new_addresses_does_not_make_us_dial_them_all(memory
     """In virtual time, where connections that nobody wanted can be counted."""
 
     async def main() -> None:
-        host, victim = await network(memory_world, 2)
+        host, victim = await network(memory_world, 2, CONFIG)
         liar = await memory_world.endpoint(config=CONFIG)
         network_, dialled = memory_world.network, 0
         listener = network_.listener
@@ -224,7 +212,7 @@ def test_joining_costs_little_more_than_the_joiners_own_messages(memory_world: M
     """In virtual time, where all messages are counted: neighbours dial a new peer, others do not."""
 
     async def main() -> None:
-        peers = await network(memory_world, 60)
+        peers = await network(memory_world, 60, CONFIG)
         before = [p.transport.stats.hellos for p in peers]
         joiner = await memory_world.endpoint(bootstrap=[peers[0].contact], config=CONFIG)
         await asyncio.sleep(5)
@@ -263,7 +251,7 @@ def test_a_bulk_of_records_as_large_as_an_author_may_have_passes(memory_world: M
     """In virtual time: signing and checking so many takes a while."""
 
     async def main() -> None:
-        peers = await network(memory_world, 3)
+        peers = await network(memory_world, 3, CONFIG)
         items = [Put(f"k{i % 32}", i, 600, subkey=str(i)) for i in range(1500)]
         assert await peers[0].dht.put_many(items) == [3] * len(items)
 
@@ -275,7 +263,7 @@ def test_a_bulk_of_records_as_large_as_an_author_may_have_passes(memory_world: M
 
 def test_a_monitors_put_fails_and_names_the_role(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 3)
+        peers = await network(world, 3, CONFIG)
         monitor = await world.endpoint(roles=[Role.MONITOR], bootstrap=[peers[0].contact], config=CONFIG)
         with pytest.raises(NotAuthorizedError, match="monitor") as caught:
             await monitor.dht.put("k", 1, ttl_s=60)
@@ -295,10 +283,10 @@ def test_nobody_keeps_alive_what_most_replicas_have_seen_end(memory_world: Memor
     """In virtual time: the record has to end."""
 
     async def main() -> None:
-        peers = await network(memory_world, 9)
+        peers = await network(memory_world, 9, CONFIG)
         await peers[0].dht.put("k", "ended", ttl_s=40, renew=False)
         await peers[0].dht.put("k", "lives", subkey="x", ttl_s=4000, renew=False)
-        reader, liar = peers[8], by_distance(peers[1:8], "k")[0]
+        reader, liar = peers[8], nearest(peers[1:8], "k")[0]
         old = (await find(reader, liar, pb.DhtTarget(key="k"))).found[0].records
 
         async def lie(_context: object, request: pb.DhtFindRequest) -> pb.DhtFindResponse:
@@ -319,7 +307,7 @@ def test_nobody_keeps_alive_what_most_replicas_have_seen_end(memory_world: Memor
 
 def test_lookups_and_what_they_cost_are_counted(world: World) -> None:
     async def main() -> None:
-        peers = await network(world, 6)
+        peers = await network(world, 6, CONFIG)
         stats = peers[2].dht._do.stats
         before = (stats.lookups, stats.depth_total, stats.messages)
         await peers[2].dht.put("k", 1, ttl_s=60)
@@ -333,7 +321,7 @@ def test_lookups_and_what_they_cost_are_counted(world: World) -> None:
 
 def test_one_request_cannot_ask_for_a_key_many_times(world: World) -> None:
     async def main() -> None:
-        holder, asker = await network(world, 2)
+        holder, asker = await network(world, 2, CONFIG)
         request = pb.DhtFindRequest(targets=[pb.DhtTarget(key="k", inline_bytes=1)] * 64)
         with pytest.raises(MalformedFrameError, match="one key twice"):
             await asker.transport.call(holder.contact, FIND, request, timeout_s=5.0)

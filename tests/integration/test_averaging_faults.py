@@ -15,26 +15,18 @@ from swarm.averaging.vector import FlatVector
 from swarm.simulation.virtual import run_virtual
 from swarm.tensors.partition import split
 from swarm.tensors.schema import TensorMeta
-from tests.exchanges import CHUNK_TIMEOUT_S, ROUND_TIMEOUT_S, Fault, Group, check, play_with_faults, vectors_of
+from tests.exchanges import (
+    Fault,
+    Group,
+    check,
+    survive_faults,
+    vectors_of,
+)
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_survivors_hold_their_mean_or_local_values_whatever_fails(block: int) -> None:
-    counts = {"local": 0, "all": 0, "some": 0}
-    for seed in range(30 * block, 30 * (block + 1)):
-
-        async def main(seed: int = seed) -> None:
-            played, faults = await play_with_faults(seed)
-            try:
-                for kind, count in check(played, faults).items():
-                    counts[kind] += count
-                slowest = max(s for i, s in played.seconds.items() if i not in {f.member for f in faults})
-                assert slowest <= ROUND_TIMEOUT_S + CHUNK_TIMEOUT_S
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}, {faults}: {error}") from error
-
-        run_virtual(main, seed)
-    assert min(counts.values()) > 0, f"the faults do not bite: {counts}"
+    survive_faults(range(30 * block, 30 * (block + 1)))
 
 
 @settings(max_examples=25)

@@ -20,28 +20,17 @@ from swarm.dht.bodies import encode_body
 from swarm.dht.events import DuplicateIdentity, RenewalFailed
 from swarm.dht.incarnations import COOLDOWN_S, Claimed, Incarnations
 from swarm.dht.messages import STORE
-from swarm.dht.records import Copy, position_of, sign_record, to_wire
+from swarm.dht.records import Copy, sign_record, to_wire
 from swarm.dht.refusals import Refusal
 from swarm.endpoint import Endpoint
 from swarm.errors import RecordRefusedError
 from swarm.pb import dht_pb2 as pb
 from swarm.simulation.virtual import VirtualRuntime
+from tests.dht_networks import nearest, network
 from tests.support import RUN_ID, MemoryWorld, deterministic_identity
 
 WAN = PeerConfig.preset("wan")
 TTL_S = 60.0
-
-
-async def network(world: MemoryWorld, count: int, config: PeerConfig = WAN) -> list[Endpoint]:
-    peers = [await world.endpoint(config=config)]
-    while len(peers) < count:
-        peers.append(await world.endpoint(bootstrap=[peers[0].contact], config=config))
-    return peers
-
-
-def nearest(peers: Sequence[Endpoint], key: str) -> list[Endpoint]:
-    target = int.from_bytes(position_of(key), "big")
-    return sorted(peers, key=lambda p: p.peer_id.node_id ^ target)
 
 
 def second_process(world: MemoryWorld, peer: Endpoint, wall_offset_s: float) -> tuple[Author, VirtualRuntime]:
@@ -58,7 +47,7 @@ def draft(key: str, body: object, ttl_s: float = TTL_S, *, renew: bool = True) -
 @pytest.mark.parametrize("ahead_s", [0.0, 600.0, -600.0])
 def test_two_processes_of_one_identity_are_told_and_do_not_race(memory_world: MemoryWorld, ahead_s: float) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 6)
+        peers = await network(memory_world, 6, WAN)
         one, reader = peers[1], peers[5]
         two, runtime = second_process(memory_world, one, ahead_s)
         await one.dht.put("k", "one", ttl_s=TTL_S)
@@ -85,7 +74,7 @@ def test_a_start_after_a_lost_disk_is_no_second_process(memory_world: MemoryWorl
     """Our former self's clock may have been ahead, and some of what it wrote may turn up late."""
 
     async def main() -> None:
-        peers = await network(memory_world, 7)
+        peers = await network(memory_world, 7, WAN)
         author, late = peers[1], nearest([p for p in peers if p is not peers[1]], "k")[0]
         former, _ = second_process(memory_world, author, ahead_s)
         await former.publish([draft("k", "former", 900, renew=False)])
@@ -103,7 +92,7 @@ def test_a_start_after_a_lost_disk_is_no_second_process(memory_world: MemoryWorl
 
 def test_what_our_former_self_has_left_is_written_over_at_once(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 6)
+        peers = await network(memory_world, 6, WAN)
         former, _ = second_process(memory_world, peers[1], 3600.0)
         await former.publish([draft("k", "former", 900, renew=False)])
         (left,) = await peers[1].dht.get("k")
@@ -157,7 +146,7 @@ async def offer(by: Endpoint, at: Endpoint, records: list[pb.DhtRecord]) -> pb.D
 
 def test_only_the_author_is_told_what_another_process_of_it_wrote(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        author, holder, other = await network(memory_world, 3)
+        author, holder, other = await network(memory_world, 3, WAN)
 
         def signed(version: int, incarnation: bytes) -> pb.DhtRecord:
             record = sign_record(
@@ -199,7 +188,7 @@ def test_a_dead_authors_record_ends_on_time_however_often_it_is_passed_on(
 
     async def main() -> None:
         memory_world.network.latency = lambda source, target, rng: rng.uniform(0.05, 0.4)
-        peers = await network(memory_world, 8)
+        peers = await network(memory_world, 8, WAN)
         author = peers[1]
         twin, _ = second_process(memory_world, author, ahead_s)
         await twin.publish([draft("k", 1, TTL_S)])
@@ -215,7 +204,7 @@ def test_a_dead_authors_record_ends_on_time_however_often_it_is_passed_on(
 
 def test_a_deletion_while_the_network_is_split_wins_when_it_heals(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 12)
+        peers = await network(memory_world, 12, WAN)
         author = peers[0]
         await author.dht.put("k", "first", ttl_s=900)
         halves = peers[:6], peers[6:]
@@ -239,7 +228,7 @@ def test_a_deletion_while_the_network_is_split_wins_when_it_heals(memory_world: 
 
 def test_many_records_put_at_once_are_renewed_little_by_little(memory_world: MemoryWorld) -> None:
     async def main() -> None:
-        peers = await network(memory_world, 8)
+        peers = await network(memory_world, 8, WAN)
         author = peers[1]
         count, ttl_s = 300, 600.0
         assert min(await author.dht.put_many([Put(f"k{i}", i, ttl_s) for i in range(count)])) >= 3
