@@ -35,6 +35,25 @@ class BenchmarkPeer:
         self.state = SnapshotStore(endpoint)
 
 
+async def start_endpoint(config: PeerConfig) -> Endpoint:
+    """An endpoint on a transport of its own, that has joined nobody yet."""
+    run_id, runtime, identity = hashlib.sha256(b"benchmark").digest(), Runtime(), KeyPair.generate()
+    transport = GrpcTransport(identity, OpenAuthorizer(run_id, ALL_ROLES), config, runtime)
+    await transport.start()
+    dht = Dht(transport, config.dht, runtime)
+    await dht.start()
+    return Endpoint(
+        run_id=run_id,
+        roles=ALL_ROLES,
+        identity=identity,
+        config=config,
+        runtime=runtime,
+        transport=transport,
+        dht=dht,
+        loop=loop_thread(),
+    )
+
+
 @contextmanager
 def started_peer(rank: int, folder: Path, link: str = "") -> Iterator[BenchmarkPeer]:
     """A peer that knows the others; torch runs on one thread.
@@ -44,37 +63,23 @@ def started_peer(rank: int, folder: Path, link: str = "") -> Iterator[BenchmarkP
         link: `port/address` of a peer behind a link: where it listens, and what it announces.
     """
     torch.set_num_threads(1)
-    run_id = hashlib.sha256(b"benchmark").digest()
     port, _, announced = link.partition("/")
     transport_settings = {"port": int(port), "announce": (announced,)} if link else {}
     averaging = {"matchmaking_s": 10.0, "round_timeout_s": 60.0, "chunk_timeout_s": 20.0 if link else 3.0}
     config = PeerConfig.preset("local", averaging=averaging, transport=transport_settings)
-    runtime, identity = Runtime(), KeyPair.generate()
 
     async def start() -> Endpoint:
-        transport = GrpcTransport(identity, OpenAuthorizer(run_id, ALL_ROLES), config, runtime)
-        await transport.start()
-        dht = Dht(transport, config.dht, runtime)
-        await dht.start()
+        endpoint = await start_endpoint(config)
         address = folder / "address"
         if rank == 0:
             part = folder / "address.part"
-            part.write_text(f"{transport.contact.addresses[0]}")
+            part.write_text(endpoint.contact.addresses[0])
             part.rename(address)
         else:
             while not address.exists():
                 await asyncio.sleep(0.01)
-            await dht.bootstrap([await transport.dial(address.read_text())])
-        return Endpoint(
-            run_id=run_id,
-            roles=ALL_ROLES,
-            identity=identity,
-            config=config,
-            runtime=runtime,
-            transport=transport,
-            dht=dht,
-            loop=loop_thread(),
-        )
+            await endpoint.dht.bootstrap([await endpoint.transport.dial(address.read_text())])
+        return endpoint
 
     with switch_interval():
         endpoint = loop_thread().run(start())

@@ -10,67 +10,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import random
 import statistics
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from swarm.averaging.averager import Averager
     from swarm.averaging.rounds import Round
-    from swarm.averaging.service import AveragingService
-
-
-@dataclass
-class Mate:
-    """A peer with the service that an averager needs."""
-
-    averaging: AveragingService
 
 
 async def start(count: int) -> list[Averager]:
     import torch
 
+    from benchmarks.averaging_peer import BenchmarkPeer, start_endpoint
     from swarm.averaging.allreduce import AllReduce
     from swarm.averaging.averager import Averager
-    from swarm.averaging.service import AveragingService
     from swarm.config import PeerConfig
-    from swarm.dht.node import Dht
-    from swarm.endpoint import Endpoint
-    from swarm.identity import KeyPair
-    from swarm.net.grpc import GrpcTransport
-    from swarm.net.loop import loop_thread
-    from swarm.net.security import OpenAuthorizer
-    from swarm.roles import ALL_ROLES
-    from swarm.runtime import Runtime
 
     torch.set_num_threads(1)
-    run_id, config = hashlib.sha256(b"benchmark").digest(), PeerConfig.preset("local")
+    config = PeerConfig.preset("local")
     averagers: list[Averager] = []
     first = None
     for _ in range(count):
-        runtime, identity = Runtime(), KeyPair.generate()
-        transport = GrpcTransport(identity, OpenAuthorizer(run_id, ALL_ROLES), config, runtime)
-        await transport.start()
-        dht = Dht(transport, config.dht, runtime)
-        await dht.start()
+        endpoint = await start_endpoint(config)
         if first is not None:
-            await dht.bootstrap([first])
-        first = first or transport.contact
-        endpoint = Endpoint(
-            run_id=run_id,
-            roles=ALL_ROLES,
-            identity=identity,
-            config=config,
-            runtime=runtime,
-            transport=transport,
-            dht=dht,
-            loop=loop_thread(),
-        )
-        mate = Mate(AveragingService(endpoint))
+            await endpoint.dht.bootstrap([first])
+        first = first or endpoint.contact
+        mate = BenchmarkPeer(endpoint)
         averagers.append(Averager(mate, [torch.randn(1000)], "trunk", AllReduce(max_group=max(16, count))))
         await averagers[-1].open()
     return averagers
