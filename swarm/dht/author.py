@@ -364,7 +364,7 @@ class Author:
             if accepted or published is None or published.draft is not draft:
                 continue
             now_s = self._now()
-            published.due_s = now_s + EAGER * self._interval_s(draft)
+            published.due_s = min(published.due_s, now_s + EAGER * self._interval_s(draft))
             if published.contested_until_s <= now_s:
                 reason = "no peer took it: none is reachable, or all refuse it"
                 self._do.runtime.emit(RenewalFailed(key=draft.key, reason=reason))
