@@ -1,4 +1,4 @@
-"""The built-in experts: `ffn`, `transformer` and `nop`."""
+"""The built-in experts: `ffn`, `transformer`, `causal_transformer`, `conv` and `nop`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from swarm.experts.spec import TensorSpec, expert
 
 def _tokens(config: dict[str, Any]) -> list[TensorSpec]:
     return [TensorSpec((None, config["hid"]))]
+
+
+def _sequences(config: dict[str, Any]) -> list[TensorSpec]:
+    return [TensorSpec((None, config["seq"], config["hid"]))]
+
+
+def _images(config: dict[str, Any]) -> list[TensorSpec]:
+    return [TensorSpec((None, config["channels"], config["height"], config["width"]))]
 
 
 @expert("ffn", inputs=_tokens)
@@ -41,7 +49,7 @@ class FeedForward(nn.Module):
         return x + y if self.residual else y
 
 
-@expert("transformer", inputs=lambda c: [TensorSpec((None, c["seq"], c["hid"]))])
+@expert("transformer", inputs=_sequences)
 class TransformerBlock(nn.Module):
     """A transformer encoder layer, layer norm first. The "tokens" of a call are whole sequences.
 
@@ -51,8 +59,9 @@ class TransformerBlock(nn.Module):
         heads: Attention heads; `hid` is a multiple of it.
         inner: Hidden size of the feed-forward half; None takes `4 * hid`.
         dropout: Probability; calls of a training expert are then computed one by one.
-        causal: Let a token attend to earlier ones only.
     """
+
+    causal = False
 
     def __init__(
         self,
@@ -61,12 +70,11 @@ class TransformerBlock(nn.Module):
         heads: int = 4,
         inner: int | None = None,
         dropout: float = 0.0,
-        causal: bool = False,
     ) -> None:
         super().__init__()
         if hid % heads:
             raise ConfigError(f"hid={hid} is not a multiple of heads={heads}.")
-        self.heads, self.dropout, self.causal = heads, dropout, causal
+        self.heads, self.dropout = heads, dropout
         self.norm_attention, self.norm_ffn = nn.LayerNorm(hid), nn.LayerNorm(hid)
         self.qkv, self.out = nn.Linear(hid, 3 * hid), nn.Linear(hid, hid)
         self.up, self.down = nn.Linear(hid, inner or 4 * hid), nn.Linear(inner or 4 * hid, hid)
@@ -80,6 +88,54 @@ class TransformerBlock(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=self.causal)
         x = x + F.dropout(self.out(attended.transpose(1, 2).reshape(n, seq, hid)), rate, self.training)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm_ffn(x)))), rate, self.training)
+
+
+@expert("causal_transformer", inputs=_sequences)
+class CausalTransformerBlock(TransformerBlock):
+    """A transformer decoder layer: as `transformer`, with the same arguments, but a token sees only earlier ones."""
+
+    causal = True
+
+
+@expert("conv", inputs=_images)
+class ConvBlock(nn.Module):
+    """A residual block of two convolutions, each after GroupNorm and SiLU. The "tokens" of a call are whole images.
+
+    The layout of pre-activation ResNets (He et al., 2016) with GroupNorm (Wu & He, 2018) in place of BatchNorm, whose
+    statistics would mix the images of a batch, which on a host come from several trainers.
+
+    Args:
+        channels: Channels of an image, in and out.
+        height, width: Size of an image; None lets it differ from call to call.
+        groups: Groups of GroupNorm; `channels` is a multiple of it.
+        kernel: Width of both kernels; odd, so that images keep their size.
+        dropout: Probability, before the second convolution; calls of a training expert are then computed one by one.
+    """
+
+    def __init__(
+        self,
+        channels: int = 64,
+        height: int | None = None,
+        width: int | None = None,
+        groups: int = 8,
+        kernel: int = 3,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if channels % groups:
+            raise ConfigError(f"channels={channels} is not a multiple of groups={groups}.")
+        if kernel % 2 != 1:
+            raise ConfigError(f"kernel={kernel} is not odd, so that images would change their size.")
+        self.dropout = dropout
+        self.norm_first, self.norm_second = nn.GroupNorm(groups, channels), nn.GroupNorm(groups, channels)
+        self.first = nn.Conv2d(channels, channels, kernel, padding=kernel // 2)
+        self.second = nn.Conv2d(channels, channels, kernel, padding=kernel // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, channels, height, width] -> [n, channels, height, width]"""
+        y = F.silu(self.norm_second(self.first(F.silu(self.norm_first(x)))))
+        result: torch.Tensor = x + self.second(F.dropout(y, self.dropout, self.training))
+        return result
 
 
 @expert("nop", inputs=_tokens)
