@@ -47,7 +47,7 @@ def test_the_causal_transformer_is_the_transformer_without_a_look_ahead() -> Non
     plain.load_state_dict(causal.state_dict())
     x = torch.randn(2, 4, 8)
     later = x.clone()
-    later[:, 3] += 1
+    later[:, 3, 0] += 1  # not all of it: layer norm would take that out
     torch.testing.assert_close(causal(x)[:, :3], causal(later)[:, :3])
     assert not torch.allclose(plain(x)[:, :3], plain(later)[:, :3])
     torch.testing.assert_close(causal(x[:, :1]), plain(x[:, :1]))
