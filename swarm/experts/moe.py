@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.errors import ConfigError, NonFiniteError, NotEnoughExpertsError, SchemaMismatchError, UsageError
-from swarm.experts.remote import HasExperts, LayerCall, RemoteLayer, autocast_off, autocast_to, check_inputs
+from swarm.errors import ConfigError, NonFiniteError, NotEnoughExpertsError, SchemaMismatchError
+from swarm.experts.passes import LayerCall, PendingBackward
+from swarm.experts.remote import HasExperts, RemoteLayer, autocast_off, autocast_to, check_inputs
 from swarm.experts.routing import AuxiliaryLoss, Choice, Dispatch, ProductKeyGate, combine, mixture_weights
 
 NAMED_FAILURES = 4
@@ -121,11 +122,8 @@ class MixtureOfExperts(RemoteLayer):
         tokens = self._tokens(x)
         choice, dispatch = self._route(tokens)
         call = self._new_call([self._uids[e] for e in dispatch.experts], dispatch.counts)
-        call.begin([tokens.detach().index_select(0, dispatch.tokens)])
-        await call.forward_async()
-        (rows,) = call.outputs(self._profile.outputs, tokens.device)
-        rows.requires_grad_(torch.is_grad_enabled())
-        return self._result(x, self._mix(rows, choice, dispatch, call)), PendingBackward(call, tokens, dispatch, rows)
+        (rows,), pending = await self._remote_async(call, self._profile.outputs, dispatch.tokens, tokens)
+        return self._result(x, self._mix(rows, choice, dispatch, call)), pending
 
     def aux_loss(self) -> Tensor:
         """Balance and z losses of all forward passes since the last call; add it to the loss of every step.
@@ -204,31 +202,3 @@ class MixtureOfExperts(RemoteLayer):
     def __getstate__(self) -> dict[str, Any]:
         # copies of a module start with no pending losses: they hold graphs, which cannot be copied
         return {**self.__dict__, "_aux": AuxiliaryLoss()}
-
-
-class PendingBackward:
-    """The second half of a backward pass that was begun on the event loop; see `MixtureOfExperts.forward_async`."""
-
-    def __init__(self, call: LayerCall, tokens: Tensor, dispatch: Dispatch, rows: Tensor) -> None:
-        self._call = call
-        self._tokens = tokens
-        self._dispatch = dispatch
-        self._rows = rows
-
-    async def backward(self) -> None:
-        """Send the gradients of the experts' outputs to the hosts, then go on with those of the inputs.
-
-        Raises:
-            UsageError: `loss.backward()` has not been called.
-            NonFiniteError: The gradients hold NaN or infinity.
-        """
-        if self._rows.grad is None:
-            raise UsageError("There is no gradient for the experts' outputs yet.", fix="Call loss.backward() first.")
-        work = [self._tokens.detach().index_select(0, self._dispatch.tokens)]
-        self._call.begin_backward(work, [self._rows.grad])
-        await self._call.backward_async()
-        (grad,) = self._call.grad_inputs(work)
-        if grad is not None and self._tokens.requires_grad:
-            torch.autograd.backward(
-                self._tokens, torch.zeros_like(self._tokens).index_add_(0, self._dispatch.tokens, grad)
-            )
