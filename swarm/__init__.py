@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from swarm.errors import SwarmError as SwarmError
     from swarm.experts.moe import MixtureOfExperts as MixtureOfExperts
     from swarm.experts.remote import RemoteExpert as RemoteExpert
+    from swarm.experts.sequential import RemoteSequential as RemoteSequential
     from swarm.experts.spec import ExpertGrid as ExpertGrid
     from swarm.experts.spec import OptimizerSpec as OptimizerSpec
     from swarm.experts.spec import TensorSpec as TensorSpec
@@ -63,6 +64,7 @@ _HOMES = {
     "PushSum": "swarm.averaging.gossip",
     "Put": "swarm.dht.node",
     "RemoteExpert": "swarm.experts.remote",
+    "RemoteSequential": "swarm.experts.sequential",
     "Role": "swarm.roles",
     "Round": "swarm.averaging.rounds",
     "Run": "swarm.run",

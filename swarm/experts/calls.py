@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
@@ -105,6 +106,7 @@ class ExpertCall:
         grad_inputs: What a host answered to the backward pass; None in the list for an input without a gradient.
         applied: A host confirmed that it applied the gradients of the parameters.
         may_apply: A host may still be asked to apply them: no earlier attempt can have done it.
+        defer: The host that answered the forward pass shall apply them together with a later call's.
         with_inputs: The next attempt carries the inputs.
         passes_back: How many backward passes were begun.
         tried: Hosts that will not be asked again in this pass.
@@ -121,6 +123,7 @@ class ExpertCall:
     grad_inputs: list[Tensor | None] | None = None
     applied: bool = False
     may_apply: bool = False
+    defer: bool = False
     with_inputs: bool = False
     passes_back: int = 0
     busy: int = 0
@@ -144,12 +147,13 @@ class ExpertCall:
 
 
 class LayerStats:
-    """Totals of one layer's calls. Thread-safe; `snapshot` for a consistent view."""
+    """Totals of the calls of one layer with so many experts. Thread-safe; `snapshot` for a consistent view."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 1) -> None:
+        self._experts = experts
         self._lock = threading.Lock()
         self._calls = self._failed = self._retries = self._lost = self._missing = 0
-        self._routed = self._masked = 0
+        self._routed = self._masked = self._dropped = 0
         self._latency: dict[Pass, float] = {}
         self._tokens: Counter[str] = Counter()
 
@@ -180,6 +184,12 @@ class LayerStats:
                 else:
                     self._masked += call.tokens
 
+    def dropped(self, tokens: int) -> None:
+        """Count assignments that were not sent."""
+        with self._lock:
+            self._routed += tokens
+            self._dropped += tokens
+
     def took(self, direction: Pass, seconds: float) -> None:
         with self._lock:
             before = self._latency.get(direction, seconds)
@@ -195,9 +205,11 @@ class LayerStats:
                 missing_gradients=self._missing,
                 tokens=self._routed,
                 masked_tokens=self._masked,
+                dropped_tokens=self._dropped,
                 forward_s=self._latency.get("forward"),
                 backward_s=self._latency.get("backward"),
                 expert_tokens=dict(self._tokens),
+                experts=self._experts,
             )
 
 
@@ -213,8 +225,10 @@ class LayerSnapshot:
         missing_gradients: Calls whose input gradients nobody returned; zero took their place.
         tokens: Token-to-expert assignments that the gate made.
         masked_tokens: Those that no expert answered.
+        dropped_tokens: Those that were not sent, because the expert had its fill of better ones (`capacity_factor`).
         forward_s, backward_s: Moving averages of the time that one pass of the whole layer takes.
         expert_tokens: Answered assignments by expert.
+        experts: How many experts the layer has.
     """
 
     calls: int
@@ -224,14 +238,55 @@ class LayerSnapshot:
     missing_gradients: int
     tokens: int
     masked_tokens: int
+    dropped_tokens: int
     forward_s: float | None
     backward_s: float | None
     expert_tokens: Mapping[str, int]
+    experts: int
 
     @property
     def masked_fraction(self) -> float:
         """Masked assignments as a fraction of all."""
         return self.masked_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Each expert's share of all answered assignments, for the experts that had any."""
+        total = sum(self.expert_tokens.values())
+        return {uid: n / total for uid, n in self.expert_tokens.items()} if total else {}
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's load over the mean of all experts: 1 is even, `experts` is one for all."""
+        return max(self.utilisation.values(), default=1.0 / self.experts) * self.experts
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the utilisation over that of an even one: 1 is even, 0 is one expert for all."""
+        shares = self.utilisation.values()
+        return -sum(p * math.log(p) for p in shares) / math.log(self.experts) if shares and self.experts > 1 else 1.0
+
+    def since(self, before: LayerSnapshot) -> LayerSnapshot:
+        """What happened after an earlier snapshot of the same layer; the times are the present ones."""
+        tokens = Counter(self.expert_tokens)
+        tokens.subtract(before.expert_tokens)
+        return self._with({f: getattr(self, f) - getattr(before, f) for f in _COUNTS}, +tokens)
+
+    @classmethod
+    def total(
+        cls, parts: Sequence[LayerSnapshot], *, forward_s: float | None = None, backward_s: float | None = None
+    ) -> LayerSnapshot:
+        """The sum over the parts of a layer. At least one part."""
+        tokens = sum((Counter(p.expert_tokens) for p in parts), Counter[str]())
+        total = parts[0]._with({f: sum(getattr(p, f) for p in parts) for f in _COUNTS}, tokens)
+        experts = sum(p.experts for p in parts)
+        return replace(total, forward_s=forward_s, backward_s=backward_s, experts=experts)
+
+    def _with(self, counts: Mapping[str, int], tokens: Mapping[str, int]) -> LayerSnapshot:
+        return replace(self, expert_tokens=dict(tokens), **counts)
+
+
+_COUNTS = tuple(f.name for f in fields(LayerSnapshot) if f.type == "int" and f.name != "experts")
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ class RemoteLayer(nn.Module):
         self.backward_timeout_s = backward_timeout_s
         self.codec = codec
         self.grad_scaler = grad_scaler
-        self._stats = _SharedStats()
+        self._stats = SharedStats()
         # not a buffer: it has no value to save, only the flag that makes autograd come back to us
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -139,10 +139,10 @@ class RemoteLayer(nn.Module):
         return tuple(outputs), PendingBackward(call, inputs, rows_of, outputs)
 
 
-class _SharedStats(LayerStats):
+class SharedStats(LayerStats):
     """Totals that copies of a module share: a lock cannot be copied."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedStats:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedStats:
         return self
 
 

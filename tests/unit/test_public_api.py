@@ -20,6 +20,8 @@ PROMISED = [
     "ParameterAveraging",
     "Peer",
     "PeerConfig",
+    "RemoteExpert",
+    "RemoteSequential",
     "TensorSpec",
     "attach",
     "create_run",

@@ -1,0 +1,410 @@
+"""A chain of remote experts as one module: how a network larger than any one machine is trained.
+
+The whole chain runs on the event loop, so that the training thread waits once per pass. The trainer keeps what travels
+between the stages: a host that dies is replaced by another replica in either pass, which gets the inputs again.
+
+Micro-batches overlap the stages as in GPipe (Huang et al., 2019). The hosts add up the gradients of a step's
+micro-batches and apply them together, so that results and updates are those of the undivided batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from swarm.errors import ConfigError, NotEnoughExpertsError
+from swarm.experts.calls import GradientMissing, LayerSnapshot, UpdateLost
+from swarm.experts.client import ExpertClient
+from swarm.experts.passes import LayerCall, PendingBackward, RemotePass, on_cpu
+from swarm.experts.registry import ExpertProfile
+from swarm.experts.remote import (
+    HasExperts,
+    RemoteExpert,
+    RemoteLayer,
+    SharedStats,
+    autocast_off,
+    autocast_to,
+    check_inputs,
+)
+from swarm.experts.spec import TensorSpec
+
+IN_FLIGHT = 2
+"""Micro-batches that a stage is asked for at once: one computes while the next one travels. More would only wait in the
+host's queue, be computed together there, and leave the next stage idle meanwhile."""
+CPU = torch.device("cpu")
+
+
+class ChainCall(RemotePass):
+    """One forward pass through all stages, and the backward pass that belongs to it.
+
+    Args:
+        client: Makes the calls.
+        layer: What errors call the chain.
+        lanes: For each micro-batch, the call of every stage.
+        profiles: What each stage takes and gives.
+        stats: Totals of the whole chain's passes.
+        keeps: A backward pass may come: keep what travels between the stages.
+        scaler: AMP's gradient scaler, if the loss is scaled.
+    """
+
+    def __init__(
+        self,
+        client: ExpertClient,
+        layer: str,
+        lanes: Sequence[Sequence[LayerCall]],
+        profiles: Sequence[ExpertProfile],
+        stats: SharedStats,
+        *,
+        keeps: bool,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        super().__init__(client, layer, scaler)
+        self._lanes = lanes
+        self._profiles = profiles
+        self._stats = stats
+        self._keeps = keeps
+        self._sizes = [lane[0].counts[0] for lane in lanes]
+        self._clock = client.endpoint.runtime.clock
+        # what goes into or comes out of each micro-batch's lane in the pass that runs
+        self._ends: list[list[Tensor]] = []
+        # for each micro-batch, what every stage but the first got
+        self._between: list[list[list[Tensor]]] = []
+
+    # Forward
+
+    def begin(self, rows: Sequence[Tensor]) -> None:
+        self._ends = self._split(rows)
+
+    async def forward_async(self) -> None:
+        """Raises `NotEnoughExpertsError` when a stage is not answered; the other micro-batches are then given up."""
+        started_s = self._clock.time()
+        timeout_s = self._lanes[0][0].options.timeout_s
+        end_s = None if timeout_s is None else started_s + timeout_s
+        gates = [asyncio.Semaphore(IN_FLIGHT) for _ in self._profiles]
+        self._between = [[] for _ in self._lanes]
+        await _all([self._lane_forward(i, gates, end_s) for i in range(len(self._lanes))])
+        self._stats.took("forward", self._clock.time() - started_s)
+
+    async def _lane_forward(self, lane: int, gates: Sequence[asyncio.Semaphore], end_s: float | None) -> None:
+        tensors = self._ends[lane]
+        for stage, (call, gate) in enumerate(zip(self._lanes[lane], gates, strict=True)):
+            async with gate:
+                call.begin(tensors)
+                self._limit(call, end_s)
+                await call.forward_async()
+            call.kept()
+            work = call.calls[0]
+            if not work.answered:
+                raise NotEnoughExpertsError(
+                    f"{self.layer}: stage {stage} ({work.uid}) did not answer: {work.why()}.",
+                    fix="Start more hosts (`swarm join`), raise `replicas` or the timeouts, or retry.",
+                )
+            if stage and self._keeps:
+                self._between[lane].append(tensors)
+            tensors = call.outputs(self._profiles[stage].outputs, CPU)
+        self._ends[lane] = tensors
+
+    def outputs(self, specs: Sequence[TensorSpec], device: torch.device) -> list[Tensor]:
+        ends, self._ends = self._ends, []
+        return [_joined(parts).to(device) for parts in zip(*ends, strict=True)]
+
+    def kept(self) -> list[Tensor]:
+        """The inputs of every stage but the first, micro-batch by micro-batch."""
+        between, self._between = self._between, []
+        return [t for lane in between for tensors in lane for t in tensors]
+
+    # Backward
+
+    def begin_backward(self, rows: Sequence[Tensor], kept: Sequence[Tensor], grad_outputs: Sequence[Tensor]) -> None:
+        left = iter(kept)
+        for lane, block in zip(self._lanes, self._split(rows), strict=True):
+            inputs = block
+            for stage, call in enumerate(lane):
+                if stage:
+                    inputs = [next(left) for _ in self._profiles[stage].inputs]
+                call.begin(inputs)
+                call.options.grad_scale = self.grad_scale
+        self._ends = self._split(grad_outputs)
+
+    async def backward_async(self) -> None:
+        started_s = self._clock.time()
+        timeout_s = self._lanes[0][0].backward_timeout_s
+        end_s = None if timeout_s is None else started_s + timeout_s
+        turns = [_Turns([lane[stage] for lane in self._lanes]) for stage in range(len(self._profiles))]
+        await _all([self._lane_backward(i, turns, end_s) for i in range(len(self._lanes))])
+        self._stats.took("backward", self._clock.time() - started_s)
+
+    async def _lane_backward(self, lane: int, turns: Sequence[_Turns], end_s: float | None) -> None:
+        gradients: Sequence[Tensor] | None = self._ends[lane]
+        for stage in reversed(range(len(turns))):
+            call = self._lanes[lane][stage]
+            if gradients is None:
+                self._not_reached(call, f"stage {stage + 1} returned no gradient")
+            else:
+                await turns[stage].wait(lane)
+                async with turns[stage].gate:
+                    gradients = await self._stage_backward(call, gradients, end_s)
+            turns[stage].over(lane)
+        inputs = self._lanes[lane][0].calls[0].inputs
+        self._ends[lane] = [torch.zeros_like(x) for x in inputs] if gradients is None else list(gradients)
+        for call in self._lanes[lane]:
+            call.kept()
+
+    async def _stage_backward(
+        self, call: LayerCall, gradients: Sequence[Tensor], end_s: float | None
+    ) -> list[Tensor] | None:
+        """Gradients of a stage's inputs, or none where nobody returned them."""
+        work = call.calls[0]
+        work.grad_outputs = gradients
+        self._limit(call, end_s)
+        await call.backward_async()
+        inputs, found, work.grad_outputs, work.grad_inputs = work.inputs, work.grad_inputs, (), None
+        if found is None:
+            return None
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+    def _not_reached(self, call: LayerCall, reason: str) -> None:
+        """A later stage broke the chain: there is no gradient to send, and zeros would move the optimizer."""
+        work, options, runtime = call.calls[0], call.options, self.client.endpoint.runtime
+        options.stats.missing_gradient()
+        runtime.emit(GradientMissing(layer=options.layer, uid=work.uid, tokens=work.tokens, reason=reason))
+        if options.train:
+            options.stats.lost_update()
+            runtime.emit(UpdateLost(layer=options.layer, uid=work.uid, tokens=work.tokens, reason=reason))
+
+    def grad_inputs(self, rows: Sequence[Tensor]) -> list[Tensor | None]:
+        ends, self._ends = self._ends, []
+        joined = [_joined(parts) for parts in zip(*ends, strict=True)]
+        return [g.to(x.device) if x.is_floating_point() else None for x, g in zip(rows, joined, strict=True)]
+
+    # Both
+
+    def _split(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Each micro-batch's rows of every tensor, on the CPU."""
+        blocks = [torch.split(on_cpu(t), self._sizes) for t in tensors]
+        return [[block[i] for block in blocks] for i in range(len(self._sizes))]
+
+    def _limit(self, call: LayerCall, end_s: float | None) -> None:
+        """What is left of the pass's time for one stage."""
+        call.options.timeout_s = None if end_s is None else max(0.0, end_s - self._clock.time())
+
+
+class _Turns:
+    """Who goes when at one stage's backward pass.
+
+    Micro-batches whose forward pass the same host answered are one step of it: all but the last of them ask it to defer
+    the step, and the last waits until the others are over.
+
+    Args:
+        calls: The stage's call of every micro-batch.
+    """
+
+    def __init__(self, calls: Sequence[LayerCall]) -> None:
+        self.gate = asyncio.Semaphore(IN_FLIGHT)
+        self._over = [asyncio.Event() for _ in calls]
+        self._before: list[list[int]] = [[] for _ in calls]
+        groups: dict[Any, list[int]] = {}
+        for lane, call in enumerate(calls):
+            contact = call.calls[0].contact
+            groups.setdefault(None if contact is None else contact.peer_id, []).append(lane)
+        for lanes in groups.values():
+            self._before[lanes[-1]] = lanes[:-1]
+            for lane in lanes:
+                calls[lane].calls[0].defer = lane != lanes[-1]
+
+    async def wait(self, lane: int) -> None:
+        for other in self._before[lane]:
+            await self._over[other].wait()
+
+    def over(self, lane: int) -> None:
+        self._over[lane].set()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+async def _all(lanes: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run micro-batches side by side; the first error ends all of them."""
+    if len(lanes) == 1:
+        await lanes[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for lane in lanes:
+                tasks.create_task(lane)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+class RemoteSequential(RemoteLayer):
+    """A chain of remote experts as a module: the outputs of each are the inputs of the next.
+
+    Results and gradients are those of the same modules in this process. Each stage is trained by its hosts, during
+    `backward()`. When a host dies, another replica of its stage goes on; where there is none, the forward pass raises,
+    and the backward pass gives zeros for the inputs (counted, with an event) and leaves the stages before it alone.
+
+    Args:
+        peer: The peer that takes part in the run.
+        experts: The name of a grid of one dimension, for all of its experts in order; or the uids of the stages.
+        microbatches: Parts into which a batch is split, so that several stages compute at once. The host of a stage
+            takes one optimizer step for all of them. Stages with dropout draw other numbers for another split.
+        forward_timeout_s: Cap on the forward pass over all stages and replicas; None is adaptive.
+        backward_timeout_s: The same for the backward pass.
+        codec: How floating-point tensors travel: `none`, `bf16`, `fp16`, `int8`.
+        grad_scaler: AMP's gradient scaler, if the loss is scaled.
+
+    Attributes:
+        uids: The stages.
+
+    `len(chain)` is the number of stages, `chain[1:3]` the chain of some of them, `chain[0]` one as a `RemoteExpert`.
+
+    Raises:
+        UnknownExpertError: The run has no such grid or expert.
+        ConfigError: There is no stage, the grid has several dimensions, or what a stage gives is not what the next one
+            takes.
+    """
+
+    def __init__(
+        self,
+        peer: HasExperts,
+        experts: str | Sequence[str],
+        *,
+        microbatches: int = 1,
+        forward_timeout_s: float | None = None,
+        backward_timeout_s: float | None = None,
+        codec: str = "none",
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        directory = peer.experts.directory
+        if isinstance(experts, str):
+            grid = directory.grid(experts)
+            if len(grid.dims) > 1:
+                raise ConfigError(
+                    f"The experts of {grid.pattern!r} have no order.", fix="List the uids of the stages instead."
+                )
+            experts = grid.uids()
+        if not experts:
+            raise ConfigError("A chain needs at least one stage.")
+        if type(microbatches) is not int or microbatches < 1:
+            raise ConfigError(f"microbatches={microbatches!r} is not a whole number of at least 1.")
+        name = f"RemoteSequential({experts[0]}..{experts[-1]})"
+        super().__init__(peer, name, forward_timeout_s, backward_timeout_s, codec, grad_scaler)
+        self.uids = tuple(experts)
+        self.microbatches = microbatches
+        self._profiles = [self._client.profile(directory.grid_of(uid).name) for uid in self.uids]
+        self._stage_stats = [SharedStats() for _ in self.uids]
+        for i, (a, b) in enumerate(zip(self._profiles, self._profiles[1:], strict=False)):
+            if len(a.outputs) != len(b.inputs) or not all(map(_fits, a.outputs, b.inputs)):
+                raise ConfigError(
+                    f"Stage {i} ({self.uids[i]}) gives {_listed(a.outputs)}, but stage {i + 1} ({self.uids[i + 1]}) "
+                    f"takes {_listed(b.inputs)}.",
+                    fix="Chain experts whose shapes and dtypes go together, or change a grid's config.",
+                )
+
+    def extra_repr(self) -> str:
+        return f"stages={len(self)}, first={self.uids[0]!r}, last={self.uids[-1]!r}, microbatches={self.microbatches}"
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Call the stages one after the other.
+
+        Args:
+            inputs: What the first stage takes.
+
+        Returns:
+            A tensor, or a tuple of tensors, as the last stage does.
+
+        Raises:
+            SchemaMismatchError, NonFiniteError: The inputs cannot be used.
+            NotEnoughExpertsError: No replica of a stage answered; names the stage, and says why.
+        """
+        call, inputs = self._begin(inputs)
+        with autocast_off(inputs[0]):
+            outputs = self._remote(call, self._profiles[-1].outputs, None, *inputs)
+        return outputs[0] if self._profiles[-1].single else outputs
+
+    async def forward_async(self, *inputs: Tensor) -> tuple[Any, PendingBackward]:
+        """`forward` for code that runs on the event loop, where nothing may block.
+
+        Backward then takes two steps: `loss.backward()`, which stops at the last stage's outputs, and `await
+        pending.backward()`, which calls the hosts and lets the gradients flow on into the inputs.
+        """
+        call, inputs = self._begin(inputs)
+        outputs, pending = await self._remote_async(call, self._profiles[-1].outputs, None, *inputs)
+        return (outputs[0] if self._profiles[-1].single else outputs), pending
+
+    def _begin(self, inputs: tuple[Tensor, ...]) -> tuple[ChainCall, tuple[Tensor, ...]]:
+        specs = self._profiles[0].inputs
+        if len(inputs) == len(specs):
+            inputs = tuple(autocast_to(x, spec) for x, spec in zip(inputs, specs, strict=True))
+        check_inputs(self._layer, inputs, specs)
+        rows = inputs[0].shape[0]
+        parts = max(1, min(self.microbatches, rows))
+        sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
+        lanes = [
+            [self._new_call([uid], [n], stats) for uid, stats in zip(self.uids, self._stage_stats, strict=True)]
+            for n in sizes
+        ]
+        keeps = self._trains or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+        call = ChainCall(
+            self._client, self._layer, lanes, self._profiles, self._stats, keeps=keeps, scaler=self.grad_scaler
+        )
+        return call, inputs
+
+    @property
+    def stats(self) -> LayerSnapshot:
+        """Totals of all stages; the times are those of a pass through the whole chain."""
+        times = self._stats.snapshot()
+        return LayerSnapshot.total(self.stage_stats, forward_s=times.forward_s, backward_s=times.backward_s)
+
+    @property
+    def stage_stats(self) -> tuple[LayerSnapshot, ...]:
+        """Totals of each stage: which one is slow, or lost updates?"""
+        return tuple(stats.snapshot() for stats in self._stage_stats)
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    @overload
+    def __getitem__(self, index: int) -> RemoteExpert: ...
+    @overload
+    def __getitem__(self, index: slice) -> RemoteSequential: ...
+    def __getitem__(self, index: int | slice) -> RemoteExpert | RemoteSequential:
+        """Some of the stages as a chain of their own, or one of them. Their totals start from zero."""
+        if isinstance(index, slice):
+            part: RemoteExpert | RemoteSequential = RemoteSequential(
+                self._handle,
+                self.uids[index],
+                microbatches=self.microbatches,
+                forward_timeout_s=self.forward_timeout_s,
+                backward_timeout_s=self.backward_timeout_s,
+                codec=self.codec,
+                grad_scaler=self.grad_scaler,
+            )
+        else:
+            part = RemoteExpert(
+                self._handle,
+                self.uids[index],
+                forward_timeout_s=self.forward_timeout_s,
+                backward_timeout_s=self.backward_timeout_s,
+                codec=self.codec,
+                grad_scaler=self.grad_scaler,
+            )
+        return part.train(self.training)
+
+
+def _fits(given: TensorSpec, taken: TensorSpec) -> bool:
+    """Whether an output can be the next stage's input; sizes that are open on either side show when they are used."""
+    return (
+        given.dtype == taken.dtype
+        and len(given.shape) == len(taken.shape)
+        and all(a is None or b is None or a == b for a, b in zip(given.shape, taken.shape, strict=True))
+    )
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(map(str, specs))
