@@ -59,7 +59,10 @@ class ForwardResult:
 
 @dataclass(slots=True)
 class BackwardJob:
-    """`grad_outputs` has one gradient per output; `graph` is used up if it is still valid."""
+    """`grad_outputs` has one gradient per output; `graph` is used up if it is still valid.
+
+    With `apply` and `defer` the gradient waits for the expert's next step, whoever causes it.
+    """
 
     peer_id: PeerId
     request_id: bytes
@@ -67,6 +70,7 @@ class BackwardJob:
     grad_outputs: list[Tensor]
     apply: bool
     graph: KeptGraph | None = None
+    defer: bool = False
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ class ExpertBackend:
         self.applied_requests = 0
         self.own_steps = 0
         self._applied = AppliedIds()
+        self._deferred = _Gradient([None] * len(self.parameters))
 
     # ---- forward
 
@@ -208,7 +213,13 @@ class ExpertBackend:
                 gradient = gradient.plus(part)
                 summed += [i for i in group if isinstance(results[i], BackwardResult)]
         if summed:
-            error = self._step(gradient)
+            gradient = self._deferred.plus(gradient)
+            self._deferred = _Gradient([None] * len(self.parameters))
+            error = None
+            if all(jobs[i].defer for i in summed):
+                self._deferred = gradient
+            else:
+                error = self._step(gradient)
             for i in summed:
                 result = results[i]
                 assert isinstance(result, BackwardResult)

@@ -251,6 +251,7 @@ class ExpertClient:
                     len(self._tensors(call, direction)),
                     apply=backward and call.may_apply,
                     with_inputs=backward and call.with_inputs,
+                    defer=backward and call.defer,
                 )
                 for call in calls
             ),
@@ -419,6 +420,7 @@ class ExpertClient:
             call.busy += 1
             return BUSY_PAUSE_S * 2.0 ** (call.busy - 1) * self._runtime.rng.uniform(0.75, 1.25)
         call.tried, call.with_inputs = tried, True
+        call.defer = False  # nobody else has the rest of the step
         return 0.0
 
     async def _probe(self, contact: Contact) -> None:

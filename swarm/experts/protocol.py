@@ -130,6 +130,8 @@ class PartRequest:
             outputs, preceded by the inputs when `with_inputs`.
         apply: Backward only: apply the parameters' gradients (at most once). Without it, only input gradients return.
         with_inputs: Backward only: the inputs come along, for a host that no longer (or never) had them.
+        defer: With `apply`: add the gradients to those of the expert's next step instead of making a step now, because
+            more parts of the same batch follow.
     """
 
     uid: str
@@ -137,6 +139,7 @@ class PartRequest:
     n: int
     apply: bool = False
     with_inputs: bool = False
+    defer: bool = False
 
     def to_meta(self) -> dict[str, Any]:
         return {
@@ -145,6 +148,7 @@ class PartRequest:
             "n": self.n,
             "apply": self.apply,
             "with_inputs": self.with_inputs,
+            "defer": self.defer,
         }
 
     @classmethod
@@ -157,6 +161,7 @@ class PartRequest:
             n=_count(meta, "n", MAX_TENSORS_PER_PART),
             apply=_field(meta, "apply", bool, False),
             with_inputs=_field(meta, "with_inputs", bool, False),
+            defer=_field(meta, "defer", bool, False),
         )
 
 

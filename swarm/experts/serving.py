@@ -287,7 +287,7 @@ class ExpertServer:
         _fits(f"The gradients for {part.uid}", grads, profile.outputs, rows=inputs[0].shape[0])
         if graph is None:
             self.stats.recomputed_parts += 1
-        return BackwardJob(peer_id, part.request_id, inputs, grads, part.apply, graph), [*inputs, *grads]
+        return BackwardJob(peer_id, part.request_id, inputs, grads, part.apply, graph, part.defer), [*inputs, *grads]
 
     def _respond(
         self,
@@ -314,5 +314,6 @@ class ExpertServer:
             outputs, applied = result.grad_inputs, result.applied
             if applied:
                 self.stats.applied_parts += 1
-                self.cache.drop_graphs(part.uid)
+                if not part.defer:
+                    self.cache.drop_graphs(part.uid)
         return PartResponse(part.uid, part.request_id, n=len(outputs), applied=applied, weight_version=version), outputs

@@ -209,6 +209,30 @@ def test_gradients_without_apply_come_without_a_step_and_mix_with_others() -> No
     assert same(weights(b), weights(alone))
 
 
+def test_deferred_gradients_are_one_step_with_the_next_one_that_is_not() -> None:
+    b, whole = backend(optimizer=OptimizerSpec("adamw", lr=0.1)), backend(optimizer=OptimizerSpec("adamw", lr=0.1))
+    x, g = torch.randn(6, HID), torch.randn(6, HID)
+    before = weights(b)
+    kept = forward(b, x[:2])[0].graph
+    [first] = b.backward([job(x[2:4], g[2:4], defer=True)])
+    [second] = b.backward([job(x[:2], g[:2], defer=True, graph=kept)])
+    assert same(weights(b), before)
+    [last] = b.backward([job(x[4:], g[4:])])
+    [all_at_once] = whole.backward([job(x, g)])
+    assert isinstance(first, BackwardResult)
+    assert isinstance(second, BackwardResult)
+    assert isinstance(last, BackwardResult)
+    assert isinstance(all_at_once, BackwardResult)
+    assert first.applied
+    parts = torch.cat([r.grad_inputs[0] for r in (second, first, last)])
+    torch.testing.assert_close(parts, all_at_once.grad_inputs[0])
+    torch.testing.assert_close(weights(b), weights(whole))
+    assert (b.weight_version, b.applied_requests) == (1, 3)
+    repeated = job(x[:2], g[:2], defer=True)
+    b.backward([repeated])
+    assert isinstance(b.backward([repeated])[0], StaleRequestError), "deferred is as good as applied"
+
+
 def test_an_expert_without_parameters_passes_gradients_through() -> None:
     b = backend("nop")
     x, g = torch.randn(3, HID), torch.randn(3, HID)
