@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from swarm.dht.node import Put
 from swarm.endpoint import Endpoint
@@ -12,6 +13,8 @@ from swarm.errors import MalformedFrameError, SwarmError
 from swarm.events import Event
 from swarm.experts.records import HostRecord, merge_records, record_key
 from swarm.experts.spec import parse_uid
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +50,38 @@ class Announcer:
         self._written: dict[str, int] = {}
         self._writing = asyncio.Lock()
 
-    async def announce(self, held: Mapping[str, int], queue_s: float, leaving: bool) -> None:
-        """Write what the host holds: weight versions by uid, one record or more for each grid."""
-        by_grid: dict[str, dict[str, int]] = {name: {} for name in self._grids}
-        for uid, version in held.items():
-            by_grid[parse_uid(uid)[0]][uid] = version
+    async def announce(
+        self,
+        held: Mapping[str, int],
+        queue_s: float,
+        leaving: bool,
+        *,
+        throughput: float = 0.0,
+        busy: Mapping[str, int] = NOTHING,
+        kept: Mapping[str, int] = NOTHING,
+    ) -> None:
+        """Write what the host holds, one record or more for each grid; see `HostRecord` for the figures.
+
+        Args:
+            held: Weight versions by uid.
+            kept: Checkpoints; what belongs to other grids is left out.
+        """
+        experts, rates, saved = (self._by_grid(values) for values in (held, busy, kept))
         async with self._writing:
             puts: list[Put] = []
             outdated: list[tuple[str, str]] = []
-            for name, experts in by_grid.items():
+            for name in self._grids:
                 record = HostRecord(
-                    self._endpoint.peer_id,
-                    self._endpoint.contact.addresses,
-                    experts,
-                    queue_s,
-                    self._capacity,
-                    len(held),
-                    leaving,
+                    peer_id=self._endpoint.peer_id,
+                    addresses=self._endpoint.contact.addresses,
+                    experts=experts[name],
+                    queue_s=queue_s,
+                    capacity=self._capacity,
+                    load=len(held),
+                    leaving=leaving,
+                    throughput=throughput,
+                    busy=rates[name],
+                    kept=saved[name],
                 )
                 bodies = record.to_bodies(self._endpoint.config.dht.max_body_bytes)
                 key = record_key(name)
@@ -79,6 +97,14 @@ class Announcer:
             else:
                 if not all(accepted):
                     self._runtime.emit(AnnouncementFailed("No peer took a record."))
+
+    def _by_grid(self, values: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        parted: dict[str, dict[str, int]] = {name: {} for name in self._grids}
+        for uid, value in values.items():
+            grid = parted.get(parse_uid(uid)[0])
+            if grid is not None:
+                grid[uid] = value
+        return parted
 
     async def withdraw(self) -> None:
         """Delete every record."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarm.dht.schemas import MAX_ADDRESSES, Schema, addresses, flag, integer, number, table
@@ -20,7 +20,10 @@ EXPERTS = "experts"
 """The namespace of hosts' records."""
 MAX_WEIGHT_VERSION = 1 << 62
 MAX_EXPERTS = 1 << 40
-_FIXED_BODY_BYTES = 160
+MAX_TOKENS_S = (1 << 32) - 1
+_FIXED_BODY_BYTES = 192
+_VERSION_BYTES = 9
+_RATE_BYTES = 5
 
 
 def _uid(value: Any) -> str | None:
@@ -45,6 +48,9 @@ HOST_SCHEMA = Schema(
         "capacity": integer(0, MAX_EXPERTS),
         "load": integer(0, MAX_EXPERTS),
         "leaving": flag(),
+        "throughput": number(0, 1e12),
+        "busy": table(_uid, integer(0, MAX_TOKENS_S), 4096),
+        "kept": table(_uid, integer(0, MAX_WEIGHT_VERSION), 4096),
     },
     place=_place,
 )
@@ -83,6 +89,9 @@ class HostRecord:
         capacity: Experts (of all grids together) that it is willing to hold.
         load: Experts (of all grids together) that it holds.
         leaving: It hands its experts over and will be gone soon; it comes last among replicas.
+        throughput: Tokens per second that it computes while it has work; 0 is unknown.
+        busy: Tokens per second that it was asked for lately, by expert; coarse, idle experts left out.
+        kept: Checkpoints of experts, held or not, that it has on disk, with their weight versions.
     """
 
     peer_id: PeerId
@@ -92,6 +101,9 @@ class HostRecord:
     capacity: int = 0
     load: int = 0
     leaving: bool = False
+    throughput: float = 0.0
+    busy: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     def to_bodies(self, max_body_bytes: int) -> dict[str, dict[str, Any]]:
         """Record bodies by subkey, each at most `max_body_bytes` when packed."""
@@ -101,18 +113,26 @@ class HostRecord:
             "capacity": self.capacity,
             "load": self.load,
             "leaving": self.leaving,
+            "throughput": float(round(self.throughput)),
         }
         room = max_body_bytes - _FIXED_BODY_BYTES - sum(len(a.encode()) + 5 for a in self.addresses[:MAX_ADDRESSES])
-        chunks: list[dict[str, int]] = [{}]
+        tables = (
+            ("experts", self.experts, _VERSION_BYTES),
+            ("busy", self.busy, _RATE_BYTES),
+            ("kept", self.kept, _VERSION_BYTES),
+        )
+        chunks: list[dict[str, dict[str, int]]] = [{"experts": {}}]
         used = 0
-        for uid in sorted(self.experts):
-            size = len(uid.encode()) + 2 + 9
-            if used + size > room and chunks[-1]:
-                chunks.append({})
+        for uid in sorted({**self.experts, **self.busy, **self.kept}):
+            given = [(name, values[uid], nbytes) for name, values, nbytes in tables if uid in values]
+            size = sum(len(uid.encode()) + 2 + nbytes for _, _, nbytes in given)
+            if used + size > room and used:
+                chunks.append({"experts": {}})
                 used = 0
-            chunks[-1][uid] = self.experts[uid]
+            for name, value, _ in given:
+                chunks[-1].setdefault(name, {})[uid] = value
             used += size
-        return {str(i): {**base, "experts": chunk} for i, chunk in enumerate(chunks)}
+        return {str(i): {**base, **chunk} for i, chunk in enumerate(chunks)}
 
     @classmethod
     def from_body(cls, author: PeerId, body: Any) -> HostRecord:
@@ -120,9 +140,18 @@ class HostRecord:
         complaint = HOST_SCHEMA.complaint(body)
         if complaint is not None:
             raise MalformedFrameError(f"This is no expert record: {complaint}.")
-        queue_s, capacity, load = body.get("queue_s", 0.0), body.get("capacity", 0), body.get("load", 0)
-        leaving = body.get("leaving", False)
-        return cls(author, tuple(body["addresses"]), body["experts"], float(queue_s), capacity, load, leaving)
+        return cls(
+            peer_id=author,
+            addresses=tuple(body["addresses"]),
+            experts=body["experts"],
+            queue_s=float(body.get("queue_s", 0.0)),
+            capacity=body.get("capacity", 0),
+            load=body.get("load", 0),
+            leaving=body.get("leaving", False),
+            throughput=float(body.get("throughput", 0.0)),
+            busy=body.get("busy", {}),
+            kept=body.get("kept", {}),
+        )
 
 
 def merge_records(records: Iterable[HostRecord]) -> list[HostRecord]:
@@ -131,8 +160,13 @@ def merge_records(records: Iterable[HostRecord]) -> list[HostRecord]:
     for r in records:
         known = joined.get(r.peer_id)
         if known is not None:
-            experts = {**known.experts, **r.experts}
-            r = HostRecord(r.peer_id, r.addresses, experts, r.queue_s, r.capacity, r.load, known.leaving or r.leaving)
+            r = replace(
+                r,
+                experts={**known.experts, **r.experts},
+                leaving=known.leaving or r.leaving,
+                busy={**known.busy, **r.busy},
+                kept={**known.kept, **r.kept},
+            )
         joined[r.peer_id] = r
     return [joined[p] for p in sorted(joined)]
 

@@ -31,6 +31,22 @@ def test_a_record_is_cut_to_the_size_limit_and_joined_again() -> None:
     assert joined == record
 
 
+def test_loads_and_checkpoints_of_experts_travel_in_the_records_too() -> None:
+    uids = ExpertGrid("ffn.[0:32].[0:32]", "ffn").uids()
+    record = HostRecord(
+        peer(1),
+        tuple(f"host-{i}.example.org:12345" for i in range(8)),
+        {uid: 1 << 60 for uid in uids[:700]},
+        throughput=123457.0,
+        busy=dict.fromkeys(uids[:700:2], (1 << 32) - 1),
+        kept=dict.fromkeys(uids[500:], 1 << 61),
+    )
+    bodies = record.to_bodies(4096)
+    assert all(len(msgpack.packb(b)) <= 4096 for b in bodies.values())
+    [joined] = merge_records(HostRecord.from_body(peer(1), b) for b in bodies.values())
+    assert joined == record
+
+
 def test_a_host_without_experts_announces_itself() -> None:
     record = HostRecord(peer(1), ("a:1",), capacity=4)
     assert [HostRecord.from_body(peer(1), b) for b in record.to_bodies(4096).values()] == [record]
@@ -58,6 +74,11 @@ def test_records_of_several_hosts_are_joined_in_a_fixed_order() -> None:
         {"experts": {7: 1}},
         {"queue_s": float("nan")},
         {"queue_s": -1.0},
+        {"throughput": -1.0},
+        {"busy": {"ffn.0": -1}},
+        {"busy": {"../x": 1}},
+        {"kept": {"ffn.0": 1 << 63}},
+        {"kept": ["ffn.0"]},
         {"queue_s": "0"},
         {"capacity": 1.5},
         {"load": None},
