@@ -38,6 +38,7 @@ from swarm.averaging.decisions import (
 from swarm.averaging.gossip import Pairing
 from swarm.averaging.matchmaking import Matchmaker
 from swarm.averaging.rounds import Member, Mismatch, Seal
+from swarm.averaging.seals import declared
 from swarm.averaging.search import Phase
 from swarm.averaging.view import priority
 from swarm.identity import PeerId
@@ -294,8 +295,8 @@ class Net:
                     assert not self.pulls(peer), "nobody can call it"
                     assert (self.order(peer) < self.order(me)) is asks, "waiting must go towards lower numbers only"
                 request = JoinAsked(
-                    Member(me, (), terms.weight), terms.schema_hash, node.maker.closes_at - self.now, terms.cell,
-                    terms.sends_only, terms.enters_in_s,
+                    declared(Member(me, (), terms.weight), terms), terms.schema_hash,
+                    node.maker.closes_at - self.now, terms.cell,
                 )  # fmt: skip
 
                 def answered(answer: object, to: PeerId = peer) -> None:

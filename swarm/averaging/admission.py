@@ -18,7 +18,7 @@ def admit(
         phase: In which it is.
     """
     peer = event.member.peer_id
-    view.learn(peer, event.sends_only)
+    view.learn(peer, event.member.sends_only)
     if charge := view.barred(peer):
         return AnswerJoin(Verdict.PROBATION, reason=charge)
     if search is not None and event.cell != search.terms.cell:
@@ -26,7 +26,7 @@ def admit(
     if search is not None and event.schema_hash != search.terms.schema_hash:
         search.other_schema(peer, event.schema_hash)
         return AnswerJoin(Verdict.MISMATCH, schema_hash=search.terms.schema_hash)
-    view.heard(peer, search, now, event.enters_in_s, min(event.patience_s, timing.window_s))
+    view.heard(peer, search, now, event.member.enters_in_s, min(event.patience_s, timing.window_s))
     if search is None:
         return AnswerJoin(Verdict.NOT_LOOKING)
     if search.failed.get(peer) != WRONG_WAY:
@@ -35,7 +35,7 @@ def admit(
         search.next_poll_at = now  # it nudges us: it looks, so it may be asked at once
         return AnswerJoin(Verdict.WRONG_WAY)
     if phase is Phase.SEALING:
-        if peer in search.followers:
+        if peer in search.followers and search.followers[peer].asked.member == event.member:
             return AnswerJoin(Verdict.ACCEPTED, seal_within_s=2 * timing.answer_s)
         return AnswerJoin(Verdict.BUSY)
     if phase is not Phase.LOOKING:

@@ -19,8 +19,8 @@ Direction = Literal["up", "down"]
 """Of the observed peer: `up` if it sent to us, `down` if we sent to it."""
 
 KEPT_PEERS = 256
-REPORTED_PEERS = 64
-"""Peers whose rates travel in one request to join."""
+REPORTED_PEERS = 32
+"""Peers whose rates travel in one request to join, and with the seal to all members."""
 SMOOTHING = 0.3
 """Weight of the newest sample in the moving average."""
 LEAST_BYTES = 64 * 1024

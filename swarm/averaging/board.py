@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarm.averaging.messages import MAX_ADDRESSES, checked_addresses
+from swarm.averaging.declarations import MAX_ADDRESSES, checked_addresses
 from swarm.averaging.seals import MAX_GROUP
 from swarm.dht.records import Entry
 from swarm.dht.schemas import Schema, addresses, only_subkey

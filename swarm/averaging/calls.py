@@ -7,17 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from swarm.averaging.board import MatchmakingImpaired
-from swarm.averaging.decisions import AskFailed, JoinAnswered, SealAnswered, Terms
+from swarm.averaging.decisions import AskFailed, JoinAnswered, SealAnswered
+from swarm.averaging.declarations import MAX_ADDRESSES, checked_addresses
 from swarm.averaging.mail import Mailboxes
-from swarm.averaging.messages import (
-    MAX_ADDRESSES,
-    MAX_REASON_CHARS,
-    checked_addresses,
-    join_request,
-    read_join_response,
-    seal_request,
-)
-from swarm.averaging.rounds import Seal
+from swarm.averaging.messages import MAX_REASON_CHARS, join_request, read_join_response, seal_request
+from swarm.averaging.rounds import Member, Seal
 from swarm.averaging.seals import MAX_GROUP
 from swarm.endpoint import Endpoint
 from swarm.errors import SwarmError
@@ -69,13 +63,12 @@ class Calls:
     def contact(self, peer: PeerId | None) -> Contact | None:
         return self._contacts.get(peer) if peer is not None else None
 
-    async def join(self, peer: PeerId, terms: Terms, looks_for_s: float) -> JoinAnswered | AskFailed:
-        """Ask to be admitted."""
+    async def join(self, peer: PeerId, me: Member, looks_for_s: float, turn: int) -> JoinAnswered | AskFailed:
+        """Ask to be admitted, as what we declared to be."""
         contact = self._contacts.get(peer)
         if contact is None:
             return AskFailed(peer, "no address is known")
-        addresses = () if terms.sends_only else self._endpoint.contact.addresses
-        request = join_request(self.key, Contact(self._endpoint.peer_id, addresses), terms, looks_for_s)
+        request = join_request(self.key, me, looks_for_s, turn)
         try:
             reply = await self._endpoint.transport.call(contact, JOIN, request, timeout_s=self._patience_s)
             answer = read_join_response(peer, reply)

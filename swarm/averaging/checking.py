@@ -269,7 +269,7 @@ class CheckClient:
             contact = Contact(checker.peer_id, checker.addresses)
             async with shared.transport.stream(contact, EXCHANGE, timeout_s=budget_s) as stream:
                 count = len(part.chunks) if shared.weight > 0 else 0
-                hello = ExchangeHello(nonce=shared.seal.nonce, chunks=count, weight=shared.weight, check=True)
+                hello = shared.hello(count, check=True)
                 await stream.send(hello.SerializeToString())
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._send_values(count, stream))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from swarm.averaging.bandwidth import Rate
+from swarm.averaging.probation import Offence
 from swarm.averaging.rounds import Member, Outcome, Seal
 from swarm.identity import PeerId
 
@@ -105,15 +106,12 @@ class Hinted:
 
 @dataclass(frozen=True, slots=True)
 class JoinAsked:
-    """A peer asks to be admitted, or tells that it looks. Its fields are those of its `Terms`."""
+    """A peer asks to be admitted, or tells that it looks. What it says is what its `Terms` are."""
 
     member: Member
     schema_hash: bytes
     patience_s: float = 0.0
     cell: str = ""
-    sends_only: bool = False
-    enters_in_s: float = 0.0
-    measured: tuple[Rate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +136,14 @@ class AskFailed:
 class SealOffered:
     leader: PeerId
     seal: Seal
+
+
+@dataclass(frozen=True, slots=True)
+class SealSpoilt:
+    """A leader offered a seal that cannot be read, or that members did not sign."""
+
+    leader: PeerId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +186,7 @@ MatchEvent = (
     | JoinAnswered
     | AskFailed
     | SealOffered
+    | SealSpoilt
     | SealAnswered
     | Committed
     | Released
@@ -226,6 +233,8 @@ class OfferSeal:
 class AnswerSeal:
     accepted: bool
     reason: str = ""
+    offence: Offence | None = None
+    """What the leader did, if it is to blame for the refusal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ class Exchange:
             NoGroupError: The peer is no member, or the round is over. MalformedFrameError: It sends something else than
                 agreed.
         """
+        self._shared.check_hello(peer, hello)
         if not hello.check:
             await self._server.serve(peer, hello, stream)
         elif self._checker is not None:

@@ -32,6 +32,7 @@ from swarm.averaging.decisions import (
     Released,
     SealAnswered,
     SealOffered,
+    SealSpoilt,
     SendCommit,
     SendRelease,
     Terms,
@@ -40,10 +41,12 @@ from swarm.averaging.decisions import (
     Verdict,
 )
 from swarm.averaging.rounds import Group, Member, Seal
-from swarm.averaging.seals import compose, problem
+from swarm.averaging.seals import compose, objection, portioned
 from swarm.averaging.search import WRONG_WAY, Phase, Search
 from swarm.averaging.view import View
 from swarm.identity import PeerId
+
+NOT_OURS = "we do not follow this leader"
 
 
 class Matchmaker:
@@ -51,7 +54,7 @@ class Matchmaker:
 
     Args:
         key: The averaging key.
-        me: This peer, without a part; `weight` is replaced by that of the terms.
+        me: This peer, without a part; what the terms say replaces what it says.
         new_nonce: 16 unpredictable bytes.
         random_order, partner: In which order peers are asked; see `View`.
         barred: What a peer is on probation for; empty if it is not. It is neither asked nor admitted.
@@ -101,6 +104,13 @@ class Matchmaker:
         """Whether we accepted a peer into the group that we form."""
         return self._search is not None and peer in self._search.followers
 
+    def expects_seal(self, leader: PeerId) -> bool:
+        """Whether a seal of this peer would be looked at: we follow it, or asked it, for a seal may overtake its answer
+        to our request and then says that we were accepted."""
+        if self.phase is Phase.LOOKING:
+            return self._search is not None and self._search.asking == leader
+        return self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and self.leader == leader
+
     @property
     def closes_at(self) -> float:
         """When the window closes; in the past if we are not looking."""
@@ -141,6 +151,9 @@ class Matchmaker:
             case Committed(nonce):
                 pledged = self._search if self.pledged_nonce == nonce else None
                 return [self._conclude_group(pledged)] if pledged else []
+            case SealSpoilt(leader, reason):
+                spoilt = self._search if self.expects_seal(leader) else None
+                return self._leave(spoilt, leader, reason, now) if spoilt is not None else []
             case Released(peer, redirect):
                 return self._released(peer, redirect, now)
             case GiveUp(reason):
@@ -256,17 +269,22 @@ class Matchmaker:
 
     def _offered(self, leader: PeerId, seal: Seal, now: float) -> list[Instruction]:
         search = self._search
-        # A seal may overtake the answer to our request; it then says that we were accepted.
-        overtook = search is not None and self.phase is Phase.LOOKING and search.asking == leader
-        follows = search is not None and self.phase in (Phase.FOLLOWING, Phase.PLEDGED) and search.leader == leader
-        if search is None or not (overtook or follows):
-            return [AnswerSeal(False, "we do not follow this leader")]
-        if wrong := problem(seal, leader, self.me.peer_id, search.terms):
-            return [AnswerSeal(False, wrong)]
+        if search is None or not self.expects_seal(leader):
+            return [AnswerSeal(False, NOT_OURS)]
+        overtook = self.phase is Phase.LOOKING
+        if wrong := objection(seal, leader, self.me, search.terms, self._view.order):
+            answer = AnswerSeal(False, wrong.reason, wrong.offence)
+            return [answer, *(self._leave(search, leader, wrong.reason, now) if wrong.offence else [])]
         released = self._follow(search, leader) if overtook else []
-        self.phase, search.seal, search.asking = Phase.PLEDGED, seal, None
+        self.phase, search.seal, search.asking = Phase.PLEDGED, portioned(seal, search.terms.numel), None
         search.until = min(now + 2 * self.timing.answer_s, search.gives_up_at)
         return [AnswerSeal(True), *released]
+
+    def _leave(self, search: Search, leader: PeerId, reason: str, now: float) -> list[Instruction]:
+        """Have no more to do with this leader in this search."""
+        search.failed[leader] = reason
+        left = self._look_again(search, None, now, f"leader {leader.short} sealed what cannot be: {reason}")
+        return [SendRelease(leader), *left]
 
     def _released(self, peer: PeerId, redirect: PeerId | None, now: float) -> list[Instruction]:
         search = self._search

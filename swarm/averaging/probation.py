@@ -23,13 +23,16 @@ class Offence(Enum):
     MALFORMED = "sent what the protocol does not allow"
     DIVERGED = "ended a round with other results than its group"
     LIED = "gave a false average or verdict"
-    DISPUTED = "may have given a false average, verdict or values"
+    DISPUTED = "may have given a false average, verdict, values or seal"
+    FORGED = "sealed a group with what its members did not say"
+    OUTDATED = "sealed a group with what a member said for another round"
     STALLED = "stalled in several rounds"
 
 
-_GRAVITY = {Offence.STALLED: 0.4, Offence.DISPUTED: 0.3}
+_GRAVITY = {Offence.STALLED: 0.4, Offence.DISPUTED: 0.3, Offence.OUTDATED: 0.4}
 """How much of an offence one report is. A stall is usually the network's fault, so only the third in a row counts.
-Where one of several lied and nobody knows who, it is the one that is suspected again and again."""
+Where one of several lied and nobody knows who, it is the one that is suspected again and again. A leader may seal what
+a member said shortly before, if messages overtake each other."""
 
 
 @dataclass(frozen=True, slots=True)

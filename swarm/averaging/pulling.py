@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from swarm.averaging.board import MatchmakingImpaired
 from swarm.averaging.calls import Calls
-from swarm.averaging.decisions import AnswerSeal, Committed, Instruction, MatchEvent, Released, SealOffered, Timing
-from swarm.averaging.messages import MAX_REASON_CHARS, read_seal
+from swarm.averaging.decisions import AnswerSeal, Committed, MatchEvent, Released, Timing
+from swarm.averaging.messages import MAX_REASON_CHARS
 from swarm.endpoint import Endpoint
 from swarm.errors import MalformedFrameError, SwarmError
 from swarm.identity import PeerId
@@ -20,8 +20,8 @@ class Puller:
 
     Args:
         leader: Whom this peer follows at present.
-        feed: Takes what the leader tells; returns the answer, if there is one.
-        accepted: Told the nonce of a seal that was accepted.
+        feed: Takes what the leader tells.
+        sealed: Takes the seals that it offers, and answers them.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class Puller:
         calls: Calls,
         timing: Timing,
         leader: Callable[[], PeerId | None],
-        feed: Callable[[MatchEvent], Instruction | None],
-        accepted: Callable[[bytes], object],
+        feed: Callable[[MatchEvent], object],
+        sealed: Callable[[PeerId, pb.SealGroupRequest], Awaitable[AnswerSeal]],
     ) -> None:
         self._endpoint = endpoint
         self._calls = calls
         self._timing = timing
         self._leader = leader
         self._feed = feed
-        self._accepted = accepted
+        self._sealed = sealed
         self._asked: PeerId | None = None
 
     async def follow(self) -> None:
@@ -58,7 +58,7 @@ class Puller:
                     for message in reply.messages:
                         if message.number > request.seen:
                             request.seen = message.number
-                            self._take(leader, message, request)
+                            await self._take(leader, message, request)
                 except SwarmError as error:
                     reason = f"{leader.short} was not asked for news: {error.message}"
                     self._endpoint.runtime.emit(MatchmakingImpaired(self._calls.key, reason))
@@ -67,15 +67,11 @@ class Puller:
             if self._asked == leader:
                 self._asked = None
 
-    def _take(self, leader: PeerId, message: pb.GroupMessage, request: pb.PollGroupRequest) -> None:
+    async def _take(self, leader: PeerId, message: pb.GroupMessage, request: pb.PollGroupRequest) -> None:
         match message.WhichOneof("content"):
             case "seal":
-                seal = read_seal(message.seal)
-                answer = self._feed(SealOffered(leader, seal))
-                assert isinstance(answer, AnswerSeal)
-                if answer.accepted:
-                    self._accepted(seal.nonce)
-                request.nonce, request.accepted = seal.nonce, answer.accepted
+                answer = await self._sealed(leader, message.seal)
+                request.nonce, request.accepted = message.seal.nonce, answer.accepted
                 request.reason = answer.reason[:MAX_REASON_CHARS]
             case "commit":
                 self._feed(Committed(message.commit.nonce))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from typing import SupportsFloat
 
+from swarm.averaging.bandwidth import Rate
 from swarm.errors import UsageError
 from swarm.events import Event
 from swarm.identity import PeerId
@@ -207,18 +209,26 @@ def checked_weight(weight: SupportsFloat) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of a group as its seal names it.
+    """One member of a group: what it declared of itself, and the part that follows from what all declared.
 
     Attributes:
         weight: Its weight in the mean, usually a number of samples or steps; 0 contributes nothing. Provisional: what
             counts is the weight that it brings to the exchange, which it may not know yet when the group is sealed.
         part: How many elements of the flat vector it reduces.
+        sends_only: It reduces nothing and nobody calls it.
+        enters_in_s: It looks ahead of time, and expects to have its values so long after it declared this.
+        measured: What it measured of others' bandwidth.
+        signed: All this as the member signed it, which others can pass on; see `swarm.averaging.declarations`.
     """
 
     peer_id: PeerId
     addresses: tuple[str, ...]
     weight: float
     part: int = 0
+    sends_only: bool = False
+    enters_in_s: float = 0.0
+    measured: tuple[Rate, ...] = ()
+    signed: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +248,12 @@ class Seal:
     members: tuple[Member, ...]
     cell: str = ""
     enter_within_s: float = 0.0
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that are equal where members hold the same group with the same parts."""
+        found = hashlib.blake2b(self.nonce + self.schema_hash + self.cell.encode(), digest_size=16)
+        for member in self.members:
+            found.update(member.peer_id.digest + member.part.to_bytes(8, "big"))
+            found.update(hashlib.blake2b(member.signed, digest_size=16).digest())
+        return found.digest()

@@ -30,6 +30,7 @@ from swarm.averaging.decisions import (
     OfferSeal,
     Released,
     SealOffered,
+    SealSpoilt,
     SendCommit,
     SendRelease,
     Terms,
@@ -37,18 +38,20 @@ from swarm.averaging.decisions import (
     Timing,
     Verdict,
 )
+from swarm.averaging.declarations import Declarations, declare
 from swarm.averaging.entries import Entries
 from swarm.averaging.exchange import Exchange
 from swarm.averaging.gossip import Gossip, Pairing
 from swarm.averaging.grid import Grid
-from swarm.averaging.matchmaking import Matchmaker
-from swarm.averaging.messages import join_response, read_join, read_seal
-from swarm.averaging.probation import Probation
+from swarm.averaging.matchmaking import NOT_OURS, Matchmaker
+from swarm.averaging.messages import join_asked, join_response, seal_of
+from swarm.averaging.probation import Offence, Probation
 from swarm.averaging.pulling import Puller
 from swarm.averaging.rounds import Member, Seal
 from swarm.averaging.seals import MAX_ENTER_S
+from swarm.averaging.shared import OnOffender
 from swarm.endpoint import Endpoint
-from swarm.errors import NoGroupError, UsageError
+from swarm.errors import BadSignatureError, MalformedFrameError, NoGroupError, UsageError
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
 from swarm.pb import averaging_pb2 as pb
@@ -77,7 +80,13 @@ class Seat:
     """This peer's place under one averaging key: its matchmaker and the exchanges it is in."""
 
     def __init__(
-        self, endpoint: Endpoint, key: str, strategy: AllReduce | Gossip, bandwidth: Bandwidths, probation: Probation
+        self,
+        endpoint: Endpoint,
+        key: str,
+        strategy: AllReduce | Gossip,
+        bandwidth: Bandwidths,
+        probation: Probation,
+        on_offender: OnOffender,
     ) -> None:
         self.key = key
         self.search_s = 0.0
@@ -85,6 +94,8 @@ class Seat:
         self.board = Board(endpoint, key)
         self._endpoint = endpoint
         self._bandwidth = bandwidth
+        self._offend = on_offender
+        self._declarations = Declarations(endpoint.runtime, key)
         self._timing = Timing.within(endpoint.config.averaging.matchmaking_s)
         in_pairs = isinstance(strategy, Gossip)
         self._pairing = Pairing(key, endpoint.peer_id)
@@ -108,7 +119,7 @@ class Seat:
             barred=lambda peer: probation.reason(peer, self.now),
         )
         self._puller = Puller(
-            endpoint, self._calls, self._timing, lambda: self.matchmaker.leader, self.feed, self._entries.expect
+            endpoint, self._calls, self._timing, lambda: self.matchmaker.leader, self.feed, self.take_seal
         )
 
     @property
@@ -209,7 +220,7 @@ class Seat:
                 measured=self._bandwidth.measured(),
                 turn=self._pairing.turn,
             )
-            self.matchmaker.me = Member(self._endpoint.peer_id, addresses, terms.weight)
+            self.matchmaker.me = declare(self._endpoint.identity, self.key, addresses, terms)
             self.feed(Begin(terms, timeout_s, warm=self._is_warm(cell)))
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(self._tick()), group.create_task(self._refresh_hints(cell))]
@@ -270,7 +281,7 @@ class Seat:
                 answer: JoinAnswered | AskFailed = AskFailed(peer, "we look no more")
                 if (terms := self.matchmaker.terms) is not None:
                     left_s = max(0.0, self.matchmaker.closes_at - self.now)
-                    answer = await self._calls.join(peer, terms, left_s)
+                    answer = await self._calls.join(peer, self.matchmaker.me, left_s, terms.turn)
                 about_us = (Verdict.MISMATCH, Verdict.PROBATION)
                 if isinstance(instruction, AskJoin) or isinstance(answer, AskFailed) or answer.verdict in about_us:
                     self.feed(answer)
@@ -337,23 +348,39 @@ class Seat:
 
     # Serving ---------------------------------------------------------------------------------------------------------
 
-    def joined(self, caller: PeerId, request: pb.JoinGroupRequest) -> pb.JoinGroupResponse:
-        asked = read_join(caller, request)
+    async def joined(self, caller: PeerId, request: pb.JoinGroupRequest) -> pb.JoinGroupResponse:
+        """Answer a peer that asks to join. Raises `MalformedFrameError` or `BadSignatureError` for what it declares."""
+        asked = join_asked(await self._declarations.of(caller, request.declared), request.patience_s)
         self._calls.remember(Contact(caller, asked.member.addresses))
         self._pairing.saw(request.turn)
-        self._calls.mail.open(caller, asked.sends_only, anew=not self.matchmaker.follows_us(caller))
+        self._calls.mail.open(caller, asked.member.sends_only, anew=not self.matchmaker.follows_us(caller))
         answer = self.feed(asked)
         assert isinstance(answer, AnswerJoin)
         turn = self._pairing.turn if self._concluded is not None else 0  # between two rounds we are in none
         return join_response(answer, self._calls.contact(answer.leader), turn)
 
-    def sealed(self, caller: PeerId, request: pb.SealGroupRequest) -> pb.SealGroupResponse:
-        seal = read_seal(request)
-        answer = self.feed(SealOffered(caller, seal))
+    async def sealed(self, caller: PeerId, request: pb.SealGroupRequest) -> pb.SealGroupResponse:
+        answer = await self.take_seal(caller, request)
+        return pb.SealGroupResponse(accepted=answer.accepted, reason=answer.reason)
+
+    async def take_seal(self, leader: PeerId, request: pb.SealGroupRequest) -> AnswerSeal:
+        """Accept a seal or refuse it, by what its members signed. A leader that says what they did not is reported."""
+        if not self.matchmaker.expects_seal(leader):
+            return AnswerSeal(False, NOT_OURS)
+        try:
+            seal = seal_of(request, await self._declarations.of_members(request.members))
+        except (MalformedFrameError, BadSignatureError) as error:
+            forged = isinstance(error, BadSignatureError)
+            self._offend(leader, Offence.FORGED if forged else Offence.MALFORMED, error.message)
+            self.feed(SealSpoilt(leader, error.message))
+            return AnswerSeal(False, error.message)
+        answer = self.feed(SealOffered(leader, seal))
         assert isinstance(answer, AnswerSeal)
         if answer.accepted:
             self._entries.expect(seal.nonce)
-        return pb.SealGroupResponse(accepted=answer.accepted, reason=answer.reason)
+        elif answer.offence is not None:
+            self._offend(leader, answer.offence, answer.reason)
+        return answer
 
     def released(self, caller: PeerId, request: pb.ReleaseGroupRequest) -> None:
         redirect = PeerId(bytes(request.redirect)) if request.redirect else None

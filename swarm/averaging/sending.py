@@ -19,7 +19,6 @@ from swarm.averaging.vector import Chunk
 from swarm.averaging.verification import Statement, digest
 from swarm.errors import ConnectionLostError, MalformedFrameError, NoGroupError, PeerUnreachableError, SwarmError
 from swarm.net.transport import ByteStream, Contact
-from swarm.pb.averaging_pb2 import ExchangeHello
 from swarm.tensors.schema import is_finite
 
 DOWN = "/down"
@@ -51,7 +50,7 @@ class PartClient:
         try:
             async with shared.transport.stream(contact, EXCHANGE, timeout_s=budget_s) as stream:
                 count = len(part.chunks) if shared.weight > 0 else 0
-                hello = ExchangeHello(nonce=shared.seal.nonce, chunks=count, weight=shared.weight)
+                hello = shared.hello(count)
                 await stream.send(hello.SerializeToString())
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._send_values(count, stream))

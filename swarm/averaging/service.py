@@ -60,7 +60,7 @@ class AveragingService:
             UsageError: This peer averages under this key already.
         """
         self._check_free(key)
-        seat = self._seats[key] = Seat(self.endpoint, key, strategy, self.bandwidth, self.probation)
+        seat = self._seats[key] = Seat(self.endpoint, key, strategy, self.bandwidth, self.probation, self.report)
         await seat.board.announce()
         return seat
 
@@ -109,10 +109,10 @@ class AveragingService:
         return seat
 
     async def _join(self, context: CallContext, request: pb.JoinGroupRequest) -> pb.JoinGroupResponse:
-        return self._seat(request.key).joined(context.peer_id, request)
+        return await self._seat(request.key).joined(context.peer_id, request)
 
     async def _seal(self, context: CallContext, request: pb.SealGroupRequest) -> pb.SealGroupResponse:
-        return self._seat(request.key).sealed(context.peer_id, request)
+        return await self._seat(request.key).sealed(context.peer_id, request)
 
     async def _commit(self, context: CallContext, request: pb.CommitGroupRequest) -> pb.AveragingAck:
         self._seat(request.key).feed(Committed(bytes(request.nonce)))

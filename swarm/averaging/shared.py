@@ -19,6 +19,7 @@ from swarm.config import AveragingConfig
 from swarm.errors import NoGroupError
 from swarm.identity import PeerId
 from swarm.net.transport import StreamMethod, Transport
+from swarm.pb.averaging_pb2 import ExchangeHello
 from swarm.runtime import Runtime
 from swarm.tensors.codecs import Codec
 from swarm.tensors.feedback import ErrorFeedback
@@ -153,6 +154,24 @@ class Shared:
             values = self.feedback.compensated(chunk.segment, chunk.start, values, self.weight)
         seed = rounding_seed(self.seal.nonce, self.place, part.number, index) if self.stochastic else None
         return bytes(self.codec(chunk).encode(values, rng=seed))
+
+    def hello(self, chunks: int, check: bool = False) -> ExchangeHello:
+        """What a stream to another member begins with."""
+        seal = self.seal
+        return ExchangeHello(nonce=seal.nonce, chunks=chunks, weight=self.weight, check=check, seal=seal.digest)
+
+    def check_hello(self, peer: PeerId, hello: ExchangeHello) -> None:
+        """Raise `NoGroupError` if the leader sealed another group for this member than for us.
+
+        Either of the two may lie about that, so that neither is more than suspected.
+        """
+        if hello.seal != self.seal.digest:
+            leader = self.seal.members[0].peer_id
+            self.report.note(f"{peer.short} holds another seal of this group than we: left out")
+            for suspect in dict.fromkeys((leader, peer)):
+                if suspect != self.me:
+                    self.offend(suspect, Offence.DISPUTED, "members hold different seals of one group")
+            raise NoGroupError("Your seal of this group says something else than ours.")
 
     async def end_with_the_round(self) -> None:
         """Raise `NoGroupError` when the exchange is over."""

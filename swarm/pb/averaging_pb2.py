@@ -24,49 +24,51 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18swarm/pb/averaging.proto\x12\x08swarm.pb\"\xda\x01\n\x10JoinGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0bschema_hash\x18\x02 \x01(\x0c\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x12\n\npatience_s\x18\x05 \x01(\x01\x12\x0c\n\x04\x63\x65ll\x18\x06 \x01(\t\x12\x12\n\nsends_only\x18\x07 \x01(\x08\x12\x13\n\x0b\x65nters_in_s\x18\x08 \x01(\x01\x12(\n\x08measured\x18\t \x03(\x0b\x32\x16.swarm.pb.MeasuredRate\x12\x0c\n\x04turn\x18\n \x01(\x04\"9\n\x0cMeasuredRate\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\n\n\x02up\x18\x02 \x01(\x01\x12\x0c\n\x04\x64own\x18\x03 \x01(\x01\"\xcf\x02\n\x11JoinGroupResponse\x12\x34\n\x07verdict\x18\x01 \x01(\x0e\x32#.swarm.pb.JoinGroupResponse.Verdict\x12\x15\n\rseal_within_s\x18\x02 \x01(\x01\x12\x0e\n\x06leader\x18\x03 \x01(\x0c\x12\x18\n\x10leader_addresses\x18\x04 \x03(\t\x12\x13\n\x0bschema_hash\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04turn\x18\x07 \x01(\x04\"\x8f\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bNOT_LOOKING\x10\x02\x12\x0c\n\x08REDIRECT\x10\x03\x12\x08\n\x04\x46ULL\x10\x04\x12\x08\n\x04\x42USY\x10\x05\x12\x0c\n\x08MISMATCH\x10\x06\x12\r\n\tWRONG_WAY\x10\x07\x12\r\n\tPROBATION\x10\x08\"O\n\x0bGroupMember\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x0c\n\x04part\x18\x04 \x01(\x04\"\x91\x01\n\x10SealGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x13\n\x0bschema_hash\x18\x03 \x01(\x0c\x12&\n\x07members\x18\x04 \x03(\x0b\x32\x15.swarm.pb.GroupMember\x12\x0c\n\x04\x63\x65ll\x18\x05 \x01(\t\x12\x16\n\x0e\x65nter_within_s\x18\x06 \x01(\x01\"5\n\x11SealGroupResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"0\n\x12\x43ommitGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"P\n\x13ReleaseGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08redirect\x18\x02 \x01(\x0c\x12\x1a\n\x12redirect_addresses\x18\x03 \x03(\t\"r\n\x10PollGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x04\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\npatience_s\x18\x06 \x01(\x01\"=\n\x11PollGroupResponse\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.swarm.pb.GroupMessage\"\xb7\x01\n\x0cGroupMessage\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12*\n\x04seal\x18\x02 \x01(\x0b\x32\x1a.swarm.pb.SealGroupRequestH\x00\x12.\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1c.swarm.pb.CommitGroupRequestH\x00\x12\x30\n\x07release\x18\x04 \x01(\x0b\x32\x1d.swarm.pb.ReleaseGroupRequestH\x00\x42\t\n\x07\x63ontent\"M\n\rExchangeHello\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\r\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05\x63heck\x18\x04 \x01(\x08\"\x8a\x01\n\nShareHello\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0bschema_hash\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x15\n\rsettled_below\x18\x05 \x01(\x04\x12\x0e\n\x06weight\x18\x06 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\",\n\x0bShareAnswer\x12\r\n\x05taken\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"D\n\x10ShareFateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0e\n\x06number\x18\x03 \x01(\x04\"\"\n\x11ShareFateResponse\x12\r\n\x05taken\x18\x01 \x01(\x08\"\x0e\n\x0c\x41veragingAck2\x96\x03\n\tAveraging\x12?\n\x04Join\x12\x1a.swarm.pb.JoinGroupRequest\x1a\x1b.swarm.pb.JoinGroupResponse\x12?\n\x04Seal\x12\x1a.swarm.pb.SealGroupRequest\x1a\x1b.swarm.pb.SealGroupResponse\x12>\n\x06\x43ommit\x12\x1c.swarm.pb.CommitGroupRequest\x1a\x16.swarm.pb.AveragingAck\x12@\n\x07Release\x12\x1d.swarm.pb.ReleaseGroupRequest\x1a\x16.swarm.pb.AveragingAck\x12?\n\x04Poll\x12\x1a.swarm.pb.PollGroupRequest\x1a\x1b.swarm.pb.PollGroupResponse\x12\x44\n\tShareFate\x12\x1a.swarm.pb.ShareFateRequest\x1a\x1b.swarm.pb.ShareFateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18swarm/pb/averaging.proto\x12\x08swarm.pb\"\xb9\x01\n\x11MemberDeclaration\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0bschema_hash\x18\x02 \x01(\x0c\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x0c\n\x04\x63\x65ll\x18\x05 \x01(\t\x12\x12\n\nsends_only\x18\x06 \x01(\x08\x12\x13\n\x0b\x65nters_in_s\x18\x07 \x01(\x01\x12(\n\x08measured\x18\x08 \x03(\x0b\x32\x16.swarm.pb.MeasuredRate\"O\n\x11SignedDeclaration\x12\x13\n\x0b\x64\x65\x63laration\x18\x01 \x01(\x0c\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"p\n\x10JoinGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x08\x64\x65\x63lared\x18\x02 \x01(\x0b\x32\x1b.swarm.pb.SignedDeclaration\x12\x12\n\npatience_s\x18\x03 \x01(\x01\x12\x0c\n\x04turn\x18\x04 \x01(\x04\"9\n\x0cMeasuredRate\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\n\n\x02up\x18\x02 \x01(\x01\x12\x0c\n\x04\x64own\x18\x03 \x01(\x01\"\xcf\x02\n\x11JoinGroupResponse\x12\x34\n\x07verdict\x18\x01 \x01(\x0e\x32#.swarm.pb.JoinGroupResponse.Verdict\x12\x15\n\rseal_within_s\x18\x02 \x01(\x01\x12\x0e\n\x06leader\x18\x03 \x01(\x0c\x12\x18\n\x10leader_addresses\x18\x04 \x03(\t\x12\x13\n\x0bschema_hash\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0c\n\x04turn\x18\x07 \x01(\x04\"\x8f\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bNOT_LOOKING\x10\x02\x12\x0c\n\x08REDIRECT\x10\x03\x12\x08\n\x04\x46ULL\x10\x04\x12\x08\n\x04\x42USY\x10\x05\x12\x0c\n\x08MISMATCH\x10\x06\x12\r\n\tWRONG_WAY\x10\x07\x12\r\n\tPROBATION\x10\x08\"t\n\x10SealGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12,\n\x07members\x18\x03 \x03(\x0b\x32\x1b.swarm.pb.SignedDeclaration\x12\x16\n\x0e\x65nter_within_s\x18\x04 \x01(\x01\"5\n\x11SealGroupResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"0\n\x12\x43ommitGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"P\n\x13ReleaseGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08redirect\x18\x02 \x01(\x0c\x12\x1a\n\x12redirect_addresses\x18\x03 \x03(\t\"r\n\x10PollGroupRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x04\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\npatience_s\x18\x06 \x01(\x01\"=\n\x11PollGroupResponse\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.swarm.pb.GroupMessage\"\xb7\x01\n\x0cGroupMessage\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12*\n\x04seal\x18\x02 \x01(\x0b\x32\x1a.swarm.pb.SealGroupRequestH\x00\x12.\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1c.swarm.pb.CommitGroupRequestH\x00\x12\x30\n\x07release\x18\x04 \x01(\x0b\x32\x1d.swarm.pb.ReleaseGroupRequestH\x00\x42\t\n\x07\x63ontent\"[\n\rExchangeHello\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\r\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05\x63heck\x18\x04 \x01(\x08\x12\x0c\n\x04seal\x18\x05 \x01(\x0c\"\x8a\x01\n\nShareHello\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0bschema_hash\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x15\n\rsettled_below\x18\x05 \x01(\x04\x12\x0e\n\x06weight\x18\x06 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\",\n\x0bShareAnswer\x12\r\n\x05taken\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"D\n\x10ShareFateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0e\n\x06number\x18\x03 \x01(\x04\"\"\n\x11ShareFateResponse\x12\r\n\x05taken\x18\x01 \x01(\x08\"\x0e\n\x0c\x41veragingAck2\x96\x03\n\tAveraging\x12?\n\x04Join\x12\x1a.swarm.pb.JoinGroupRequest\x1a\x1b.swarm.pb.JoinGroupResponse\x12?\n\x04Seal\x12\x1a.swarm.pb.SealGroupRequest\x1a\x1b.swarm.pb.SealGroupResponse\x12>\n\x06\x43ommit\x12\x1c.swarm.pb.CommitGroupRequest\x1a\x16.swarm.pb.AveragingAck\x12@\n\x07Release\x12\x1d.swarm.pb.ReleaseGroupRequest\x1a\x16.swarm.pb.AveragingAck\x12?\n\x04Poll\x12\x1a.swarm.pb.PollGroupRequest\x1a\x1b.swarm.pb.PollGroupResponse\x12\x44\n\tShareFate\x12\x1a.swarm.pb.ShareFateRequest\x1a\x1b.swarm.pb.ShareFateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.pb.averaging_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOINGROUPREQUEST']._serialized_start=39
-  _globals['_JOINGROUPREQUEST']._serialized_end=257
-  _globals['_MEASUREDRATE']._serialized_start=259
-  _globals['_MEASUREDRATE']._serialized_end=316
-  _globals['_JOINGROUPRESPONSE']._serialized_start=319
-  _globals['_JOINGROUPRESPONSE']._serialized_end=654
-  _globals['_JOINGROUPRESPONSE_VERDICT']._serialized_start=511
-  _globals['_JOINGROUPRESPONSE_VERDICT']._serialized_end=654
-  _globals['_GROUPMEMBER']._serialized_start=656
-  _globals['_GROUPMEMBER']._serialized_end=735
-  _globals['_SEALGROUPREQUEST']._serialized_start=738
-  _globals['_SEALGROUPREQUEST']._serialized_end=883
-  _globals['_SEALGROUPRESPONSE']._serialized_start=885
-  _globals['_SEALGROUPRESPONSE']._serialized_end=938
-  _globals['_COMMITGROUPREQUEST']._serialized_start=940
-  _globals['_COMMITGROUPREQUEST']._serialized_end=988
-  _globals['_RELEASEGROUPREQUEST']._serialized_start=990
-  _globals['_RELEASEGROUPREQUEST']._serialized_end=1070
-  _globals['_POLLGROUPREQUEST']._serialized_start=1072
-  _globals['_POLLGROUPREQUEST']._serialized_end=1186
-  _globals['_POLLGROUPRESPONSE']._serialized_start=1188
-  _globals['_POLLGROUPRESPONSE']._serialized_end=1249
-  _globals['_GROUPMESSAGE']._serialized_start=1252
-  _globals['_GROUPMESSAGE']._serialized_end=1435
-  _globals['_EXCHANGEHELLO']._serialized_start=1437
-  _globals['_EXCHANGEHELLO']._serialized_end=1514
-  _globals['_SHAREHELLO']._serialized_start=1517
-  _globals['_SHAREHELLO']._serialized_end=1655
-  _globals['_SHAREANSWER']._serialized_start=1657
-  _globals['_SHAREANSWER']._serialized_end=1701
-  _globals['_SHAREFATEREQUEST']._serialized_start=1703
-  _globals['_SHAREFATEREQUEST']._serialized_end=1771
-  _globals['_SHAREFATERESPONSE']._serialized_start=1773
-  _globals['_SHAREFATERESPONSE']._serialized_end=1807
-  _globals['_AVERAGINGACK']._serialized_start=1809
-  _globals['_AVERAGINGACK']._serialized_end=1823
-  _globals['_AVERAGING']._serialized_start=1826
-  _globals['_AVERAGING']._serialized_end=2232
+  _globals['_MEMBERDECLARATION']._serialized_start=39
+  _globals['_MEMBERDECLARATION']._serialized_end=224
+  _globals['_SIGNEDDECLARATION']._serialized_start=226
+  _globals['_SIGNEDDECLARATION']._serialized_end=305
+  _globals['_JOINGROUPREQUEST']._serialized_start=307
+  _globals['_JOINGROUPREQUEST']._serialized_end=419
+  _globals['_MEASUREDRATE']._serialized_start=421
+  _globals['_MEASUREDRATE']._serialized_end=478
+  _globals['_JOINGROUPRESPONSE']._serialized_start=481
+  _globals['_JOINGROUPRESPONSE']._serialized_end=816
+  _globals['_JOINGROUPRESPONSE_VERDICT']._serialized_start=673
+  _globals['_JOINGROUPRESPONSE_VERDICT']._serialized_end=816
+  _globals['_SEALGROUPREQUEST']._serialized_start=818
+  _globals['_SEALGROUPREQUEST']._serialized_end=934
+  _globals['_SEALGROUPRESPONSE']._serialized_start=936
+  _globals['_SEALGROUPRESPONSE']._serialized_end=989
+  _globals['_COMMITGROUPREQUEST']._serialized_start=991
+  _globals['_COMMITGROUPREQUEST']._serialized_end=1039
+  _globals['_RELEASEGROUPREQUEST']._serialized_start=1041
+  _globals['_RELEASEGROUPREQUEST']._serialized_end=1121
+  _globals['_POLLGROUPREQUEST']._serialized_start=1123
+  _globals['_POLLGROUPREQUEST']._serialized_end=1237
+  _globals['_POLLGROUPRESPONSE']._serialized_start=1239
+  _globals['_POLLGROUPRESPONSE']._serialized_end=1300
+  _globals['_GROUPMESSAGE']._serialized_start=1303
+  _globals['_GROUPMESSAGE']._serialized_end=1486
+  _globals['_EXCHANGEHELLO']._serialized_start=1488
+  _globals['_EXCHANGEHELLO']._serialized_end=1579
+  _globals['_SHAREHELLO']._serialized_start=1582
+  _globals['_SHAREHELLO']._serialized_end=1720
+  _globals['_SHAREANSWER']._serialized_start=1722
+  _globals['_SHAREANSWER']._serialized_end=1766
+  _globals['_SHAREFATEREQUEST']._serialized_start=1768
+  _globals['_SHAREFATEREQUEST']._serialized_end=1836
+  _globals['_SHAREFATERESPONSE']._serialized_start=1838
+  _globals['_SHAREFATERESPONSE']._serialized_end=1872
+  _globals['_AVERAGINGACK']._serialized_start=1874
+  _globals['_AVERAGINGACK']._serialized_end=1888
+  _globals['_AVERAGING']._serialized_start=1891
+  _globals['_AVERAGING']._serialized_end=2297
 # @@protoc_insertion_point(module_scope)

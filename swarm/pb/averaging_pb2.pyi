@@ -6,29 +6,47 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class JoinGroupRequest(_message.Message):
-    __slots__ = ("key", "schema_hash", "weight", "addresses", "patience_s", "cell", "sends_only", "enters_in_s", "measured", "turn")
+class MemberDeclaration(_message.Message):
+    __slots__ = ("key", "schema_hash", "weight", "addresses", "cell", "sends_only", "enters_in_s", "measured")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
     CELL_FIELD_NUMBER: _ClassVar[int]
     SENDS_ONLY_FIELD_NUMBER: _ClassVar[int]
     ENTERS_IN_S_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
-    TURN_FIELD_NUMBER: _ClassVar[int]
     key: str
     schema_hash: bytes
     weight: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    patience_s: float
     cell: str
     sends_only: bool
     enters_in_s: float
     measured: _containers.RepeatedCompositeFieldContainer[MeasuredRate]
+    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., weight: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., cell: _Optional[str] = ..., sends_only: bool = ..., enters_in_s: _Optional[float] = ..., measured: _Optional[_Iterable[_Union[MeasuredRate, _Mapping]]] = ...) -> None: ...
+
+class SignedDeclaration(_message.Message):
+    __slots__ = ("declaration", "public_key", "signature")
+    DECLARATION_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    declaration: bytes
+    public_key: bytes
+    signature: bytes
+    def __init__(self, declaration: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class JoinGroupRequest(_message.Message):
+    __slots__ = ("key", "declared", "patience_s", "turn")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DECLARED_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    declared: SignedDeclaration
+    patience_s: float
     turn: int
-    def __init__(self, key: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., weight: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., patience_s: _Optional[float] = ..., cell: _Optional[str] = ..., sends_only: bool = ..., enters_in_s: _Optional[float] = ..., measured: _Optional[_Iterable[_Union[MeasuredRate, _Mapping]]] = ..., turn: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., declared: _Optional[_Union[SignedDeclaration, _Mapping]] = ..., patience_s: _Optional[float] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class MeasuredRate(_message.Message):
     __slots__ = ("peer_id", "up", "down")
@@ -78,33 +96,17 @@ class JoinGroupResponse(_message.Message):
     turn: int
     def __init__(self, verdict: _Optional[_Union[JoinGroupResponse.Verdict, str]] = ..., seal_within_s: _Optional[float] = ..., leader: _Optional[bytes] = ..., leader_addresses: _Optional[_Iterable[str]] = ..., schema_hash: _Optional[bytes] = ..., reason: _Optional[str] = ..., turn: _Optional[int] = ...) -> None: ...
 
-class GroupMember(_message.Message):
-    __slots__ = ("peer_id", "addresses", "weight", "part")
-    PEER_ID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    peer_id: bytes
-    addresses: _containers.RepeatedScalarFieldContainer[str]
-    weight: float
-    part: int
-    def __init__(self, peer_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., part: _Optional[int] = ...) -> None: ...
-
 class SealGroupRequest(_message.Message):
-    __slots__ = ("key", "nonce", "schema_hash", "members", "cell", "enter_within_s")
+    __slots__ = ("key", "nonce", "members", "enter_within_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
-    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    CELL_FIELD_NUMBER: _ClassVar[int]
     ENTER_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     key: str
     nonce: bytes
-    schema_hash: bytes
-    members: _containers.RepeatedCompositeFieldContainer[GroupMember]
-    cell: str
+    members: _containers.RepeatedCompositeFieldContainer[SignedDeclaration]
     enter_within_s: float
-    def __init__(self, key: _Optional[str] = ..., nonce: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ..., cell: _Optional[str] = ..., enter_within_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., nonce: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[SignedDeclaration, _Mapping]]] = ..., enter_within_s: _Optional[float] = ...) -> None: ...
 
 class SealGroupResponse(_message.Message):
     __slots__ = ("accepted", "reason")
@@ -167,16 +169,18 @@ class GroupMessage(_message.Message):
     def __init__(self, number: _Optional[int] = ..., seal: _Optional[_Union[SealGroupRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitGroupRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseGroupRequest, _Mapping]] = ...) -> None: ...
 
 class ExchangeHello(_message.Message):
-    __slots__ = ("nonce", "chunks", "weight", "check")
+    __slots__ = ("nonce", "chunks", "weight", "check", "seal")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     nonce: bytes
     chunks: int
     weight: float
     check: bool
-    def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ..., weight: _Optional[float] = ..., check: bool = ...) -> None: ...
+    seal: bytes
+    def __init__(self, nonce: _Optional[bytes] = ..., chunks: _Optional[int] = ..., weight: _Optional[float] = ..., check: bool = ..., seal: _Optional[bytes] = ...) -> None: ...
 
 class ShareHello(_message.Message):
     __slots__ = ("key", "schema_hash", "incarnation", "number", "settled_below", "weight", "chunks")

@@ -11,15 +11,17 @@ import torch
 
 from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.averager import Averager
+from swarm.averaging.decisions import Terms
+from swarm.averaging.declarations import declare
 from swarm.averaging.gossip import Gossip, Strategy
-from swarm.averaging.messages import seal_request
-from swarm.averaging.rounds import Group, Member, Seal, TooFew
+from swarm.averaging.messages import join_request, seal_request
+from swarm.averaging.rounds import Group, Seal, TooFew
 from swarm.averaging.search import NO_REDUCER
 from swarm.averaging.service import JOIN, POLL, AveragingService
 from swarm.config import PeerConfig
 from swarm.endpoint import Endpoint
 from swarm.errors import NoGroupError
-from swarm.identity import PeerId
+from swarm.identity import KeyPair, PeerId
 from swarm.net.transport import Contact
 from swarm.pb import averaging_pb2 as pb
 from tests.conformance.test_averaging import CONFIG, Mate, copies, mean_of, random_values, step_all
@@ -166,9 +168,8 @@ def test_a_seal_that_nobody_fetches_costs_the_leader_its_patience_only(world: Wo
         leader, stranger = await walls.mates(world, random_values(2), (1,), AllReduce(), "no address")
         looking = asyncio.create_task(leader.averager.step_async())
         await asyncio.sleep(0.1)
-        request = pb.JoinGroupRequest(
-            key="trunk", schema_hash=leader.averager.schema_hash, weight=1.0, patience_s=2.0, sends_only=True
-        )
+        terms = Terms(leader.averager.schema_hash, 1.0, 5, sends_only=True)
+        request = join_request("trunk", declare(stranger.endpoint.identity, "trunk", (), terms), 2.0, 0)
         answer = await stranger.endpoint.transport.call(leader.endpoint.contact, JOIN, request, timeout_s=2.0)
         assert answer.verdict == pb.JoinGroupResponse.ACCEPTED
         result = await looking
@@ -183,8 +184,10 @@ def test_a_seal_that_nobody_fetches_costs_the_leader_its_patience_only(world: Wo
 def test_messages_are_given_again_until_seen_and_forgotten_for_a_new_search(world: World) -> None:
     from swarm.averaging.mail import Mailboxes
 
-    peer = PeerId(b"p" * 32)
-    seal = seal_request("trunk", Seal(b"n" * 16, b"s" * 32, (Member(peer, (), 1.0, 5),)))
+    identity = KeyPair.generate()
+    peer = identity.peer_id
+    member = declare(identity, "trunk", (), Terms(b"s" * 32, 1.0, 5, sends_only=True))
+    seal = seal_request("trunk", Seal(b"n" * 16, b"s" * 32, (member,)))
 
     async def main() -> None:
         now = [0.0]
