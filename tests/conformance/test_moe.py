@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from swarm.endpoint import Endpoint
-from swarm.experts.client import ExpertClient
-from swarm.experts.host import ExpertHost
 from swarm.experts.moe import MixtureOfExperts
 from swarm.experts.registry import build_expert
 from swarm.experts.remote import RemoteExpert
 from swarm.experts.spec import ExpertGrid, OptimizerSpec
-from swarm.state.transfer import SnapshotStore
+from tests.hosting import host_experts
 from tests.support import RUN_ID, GrpcWorld, World
 
 HID = 16
@@ -27,30 +23,6 @@ GRIDS = {
     "nop": ExpertGrid("nop", "nop", config={"hid": HID}, replicas=1),
 }
 UIDS = GRIDS["ffn"].uids()
-
-
-@dataclass(eq=False)
-class Swarm:
-    """A trainer's endpoint with its client, and hosts."""
-
-    endpoint: Endpoint
-    experts: ExpertClient
-    hosts: list[ExpertHost]
-
-
-async def start(world: World, hosts: int, grids: Mapping[str, ExpertGrid] = GRIDS) -> Swarm:
-    first = await world.endpoint()
-    endpoints = [await world.endpoint(bootstrap=[first.contact]) for _ in range(hosts)]
-    made = [ExpertHost(e, grids, SnapshotStore(e)) for e in endpoints]
-    for host in made:
-        await host.start()
-        world.at_close(lambda host=host: host.close(drain=False))  # type: ignore[misc]
-    client = ExpertClient(first, grids)
-    await client.start()
-    world.at_close(client.close)
-    for name in grids:
-        await client.directory.wait_for(name, None, 1.0, 30.0)
-    return Swarm(first, client, made)
 
 
 def local_experts() -> dict[str, nn.Module]:
@@ -104,7 +76,7 @@ def check(moe: MixtureOfExperts, out: Tensor, grad: Tensor | None, twin: Twin, x
 @pytest.mark.parametrize("tokens", [24, 3000], ids=["messages", "streams"])
 def test_outputs_gradients_and_trained_experts_equal_local_ones(world: World, tokens: int) -> None:
     async def main() -> None:
-        swarm = await start(world, hosts=2)
+        swarm = await host_experts(world, grids=GRIDS, hosts=2)
         assert all(host.held for host in swarm.hosts), "the hosts share the experts"
         torch.manual_seed(0)
         moe = MixtureOfExperts(swarm, "ffn", HID, k=3)
@@ -131,7 +103,7 @@ def test_outputs_gradients_and_trained_experts_equal_local_ones(world: World, to
 
 def test_a_training_thread_gets_local_gradients_through_autograd(grpc_world: GrpcWorld) -> None:
     """Only where there is a loop thread to wait for."""
-    swarm = grpc_world.run(lambda: start(grpc_world, hosts=2))
+    swarm = grpc_world.run(lambda: host_experts(grpc_world, grids=GRIDS, hosts=2))
     torch.manual_seed(0)
     moe = MixtureOfExperts(swarm, "ffn", HID, k=2)
     twin = Twin(moe)
@@ -147,7 +119,7 @@ def test_a_training_thread_gets_local_gradients_through_autograd(grpc_world: Grp
 
 def test_a_single_expert_and_one_without_parameters(grpc_world: GrpcWorld) -> None:
     """Only where there is a loop thread to wait for."""
-    swarm = grpc_world.run(lambda: start(grpc_world, hosts=1))
+    swarm = grpc_world.run(lambda: host_experts(grpc_world, grids=GRIDS, hosts=1))
     remote = RemoteExpert(swarm, "nop")
     x = torch.randn(4, HID).requires_grad_()
     remote(x).sum().backward()
@@ -159,7 +131,7 @@ def test_a_single_expert_and_one_without_parameters(grpc_world: GrpcWorld) -> No
 
 def test_a_layer_survives_the_loss_of_a_host(world: World) -> None:
     async def main() -> None:
-        swarm = await start(world, hosts=2)
+        swarm = await host_experts(world, grids=GRIDS, hosts=2)
         moe = MixtureOfExperts(swarm, "ffn", HID, k=6, forward_timeout_s=2.0, backward_timeout_s=2.0)
         x = torch.randn(20, HID)
         out, _ = await moe.forward_async(x)
