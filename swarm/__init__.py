@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from swarm.experts.spec import OptimizerSpec as OptimizerSpec
     from swarm.experts.spec import TensorSpec as TensorSpec
     from swarm.experts.spec import expert as expert
+    from swarm.experts.spec import optimizer as optimizer
     from swarm.identity import KeyPair as KeyPair
     from swarm.identity import PeerId as PeerId
     from swarm.peer import Peer as Peer
@@ -75,6 +76,7 @@ _HOMES = {
     "create_run": "swarm.run",
     "expert": "swarm.experts.spec",
     "join": "swarm.run",
+    "optimizer": "swarm.experts.spec",
     "seeded": "swarm.training.seeding",
 }
 

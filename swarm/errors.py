@@ -87,6 +87,12 @@ class UnknownExpertClassError(UsageError):
     code = 1004
 
 
+class UnknownOptimizerError(UsageError):
+    """A manifest names an optimizer that torch does not ship and nothing in this process registers."""
+
+    code = 1005
+
+
 class NetworkError(SwarmError):
     """Reaching another peer failed."""
 

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from swarm.errors import ExpertFailedError, NonFiniteError, SchemaMismatchError, SwarmError
 from swarm.experts.applied import AppliedIds
-from swarm.experts.registry import ExpertProfile, build_expert, build_optimizer, profile
+from swarm.experts.optimizing import ExpertOptimizer, Gradient
+from swarm.experts.registry import ExpertProfile, build_expert, profile
 from swarm.experts.seeding import PrivateRandomness
 from swarm.experts.spec import ExpertGrid
 from swarm.identity import PeerId
 from swarm.tensors.schema import is_finite
-
-MAX_GRADIENT_NORM = 1e18
-"""Larger gradients are refused like infinite ones: their squares overflow within an optimizer."""
 
 
 def replay_seed(request_id: bytes) -> int:
@@ -100,7 +98,7 @@ class ExpertBackend:
         device: Where it lives.
 
     Attributes:
-        weight_version: Optimizer steps applied since the initial weights, on whichever host.
+        stepper: Its optimizer, and how far it has come.
         applied_requests: Requests whose gradients this replica has applied.
         own_steps: Steps that only this replica has: since it was created, copied another, or was last captured.
 
@@ -115,12 +113,24 @@ class ExpertBackend:
         self.profile: ExpertProfile = profile(grid)
         self.module = build_expert(grid, uid, run_id, self.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = build_optimizer(grid, self.parameters)
-        self.weight_version = 0
+        self.stepper = ExpertOptimizer(grid, uid, self.parameters)
         self.applied_requests = 0
         self.own_steps = 0
         self._applied = AppliedIds()
-        self._deferred = _Gradient([None] * len(self.parameters))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer; none for an expert without trainable parameters."""
+        return self.stepper.torch
+
+    @property
+    def weight_version(self) -> int:
+        """Optimizer steps applied since the initial weights, on whichever host."""
+        return self.stepper.steps
+
+    @weight_version.setter
+    def weight_version(self, steps: int) -> None:
+        self.stepper.steps = steps
 
     # ---- forward
 
@@ -203,7 +213,7 @@ class ExpertBackend:
         """
         refusals = [self._refusal(job) for job in jobs]
         results: list[BackwardResult | SwarmError | None] = list(refusals)
-        gradient = _Gradient([None] * len(self.parameters))
+        gradient = Gradient([None] * len(self.parameters))
         summed: list[int] = []
         for group in self._groups(jobs, [i for i, error in enumerate(refusals) if error is None]):
             grads, part = self._isolated([jobs[i] for i in group], grad_scale)
@@ -213,19 +223,24 @@ class ExpertBackend:
                 gradient = gradient.plus(part)
                 summed += [i for i in group if isinstance(results[i], BackwardResult)]
         if summed:
-            gradient = self._deferred.plus(gradient)
-            self._deferred = _Gradient([None] * len(self.parameters))
-            error = None
-            if all(jobs[i].defer for i in summed):
-                self._deferred = gradient
-            else:
-                error = self._step(gradient)
+            error = self._take_over(gradient, [jobs[i] for i in summed])
             for i in summed:
                 result = results[i]
                 assert isinstance(result, BackwardResult)
                 results[i] = error or BackwardResult(result.grad_inputs, applied=True)
             self.applied_requests += 0 if error else len(summed)
         return [r for r in results if r is not None]
+
+    def _take_over(self, gradient: Gradient, jobs: Sequence[BackwardJob]) -> SwarmError | None:
+        """Give the optimizer a gradient that it owes to these jobs. Returns why it could not be applied, if so."""
+        before = self.weight_version
+        try:
+            self.stepper.add(gradient, sum(_rows(j.inputs) for j in jobs), sum(not j.defer for j in jobs))
+        except SwarmError as error:
+            return error
+        finally:
+            self.own_steps += self.weight_version - before
+        return None
 
     def _refusal(self, job: BackwardJob) -> SwarmError | None:
         try:
@@ -253,23 +268,23 @@ class ExpertBackend:
 
     def _isolated(
         self, jobs: Sequence[BackwardJob], grad_scale: float
-    ) -> tuple[list[list[Tensor] | SwarmError], _Gradient]:
+    ) -> tuple[list[list[Tensor] | SwarmError], Gradient]:
         """Input gradients or an error for each job, and the parameter gradient of those that went well."""
         try:
             grads, gradient = self._differentiate(jobs, grad_scale)
             return list(grads), gradient
         except SwarmError as error:
             if len(jobs) == 1:
-                return [error], _Gradient([None] * len(self.parameters))
+                return [error], Gradient([None] * len(self.parameters))
         results: list[list[Tensor] | SwarmError] = []
-        total = _Gradient([None] * len(self.parameters))
+        total = Gradient([None] * len(self.parameters))
         for job in jobs:
             one, gradient = self._isolated([job], grad_scale)
             results += one
             total = total.plus(gradient)
         return results, total
 
-    def _differentiate(self, jobs: Sequence[BackwardJob], grad_scale: float) -> tuple[list[list[Tensor]], _Gradient]:
+    def _differentiate(self, jobs: Sequence[BackwardJob], grad_scale: float) -> tuple[list[list[Tensor]], Gradient]:
         grad_outputs = self._joined([j.grad_outputs for j in jobs])
         graph = self._valid_graph(jobs[0]) if len(jobs) == 1 else None
         if graph is not None:
@@ -291,65 +306,12 @@ class ExpertBackend:
         by_leaf = dict(zip(map(id, wanted), found, strict=False))
         grads = [_grad_or_zero(x, by_leaf.get(id(x))) for x in leaves]
         _check_finite(grads, f"The input gradients of {self.uid}")
-        gradient = _Gradient(found[len(wanted) :] if jobs[0].apply else [None] * len(self.parameters))
-        gradient.divide(grad_scale)
+        gradient = Gradient(found[len(wanted) :] if jobs[0].apply else [None] * len(self.parameters)).over(grad_scale)
         gradient.check(self.uid)
         return self._parts([g.cpu() for g in grads], [_rows(j.inputs) for j in jobs]), gradient
-
-    def _step(self, gradient: _Gradient) -> SwarmError | None:
-        """One optimizer step. Returns the error if the gradient cannot be applied; the weights are then untouched."""
-        try:
-            norm = gradient.check(self.uid)
-        except NonFiniteError as error:
-            return error
-        if self.optimizer is None:
-            return None
-        limit = self.grid.optimizer.clip_norm
-        if limit is not None and norm > limit:
-            gradient.divide(norm / limit)
-        for parameter, grad in zip(self.parameters, gradient.parts, strict=True):
-            parameter.grad = grad
-        try:
-            self.optimizer.step()
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-            # kept graphs must not outlive the weights, whatever happened
-            self.weight_version += 1
-            self.own_steps += 1
-        return None
 
 
 def _grad_or_zero(leaf: Tensor, grad: Tensor | None) -> Tensor:
     if not leaf.requires_grad:
         return torch.empty(0)
     return torch.zeros_like(leaf) if grad is None else grad
-
-
-class _Gradient:
-    """The gradient of all parameters. Never changed in place: autograd may hand out one tensor twice."""
-
-    def __init__(self, parts: list[Tensor | None]) -> None:
-        self.parts = parts
-        self._norm: float | None = None
-
-    def plus(self, other: _Gradient) -> _Gradient:
-        if all(p is None for p in self.parts):
-            return other
-        sums = [a if b is None else b if a is None else a + b for a, b in zip(self.parts, other.parts, strict=True)]
-        return _Gradient(sums)
-
-    def divide(self, divisor: float) -> None:
-        if divisor != 1.0:
-            self.parts = [None if p is None else p / divisor for p in self.parts]
-            self._norm = None
-
-    def check(self, uid: str) -> float:
-        """The 2-norm. Raises `NonFiniteError` if an optimizer could turn the gradient into non-finite weights."""
-        if self._norm is None:
-            norms = [torch.linalg.vector_norm(p, dtype=torch.float32) for p in self.parts if p is not None]
-            self._norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-        if not self._norm <= MAX_GRADIENT_NORM:
-            raise NonFiniteError(
-                f"The parameter gradients of {uid} overflow.", fix="Lower the learning rate, or clip the loss."
-            )
-        return self._norm

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from swarm.endpoint import Endpoint
-from swarm.errors import ConfigError, SwarmError, UnknownExpertClassError
+from swarm.errors import ConfigError, SwarmError, UnknownExpertClassError, UnknownOptimizerError
 from swarm.events import Event
 from swarm.experts.announcing import Announcer
 from swarm.experts.backend import ExpertBackend
@@ -176,7 +176,7 @@ class ExpertHost:
 
         Raises:
             ConfigError: The device cannot be used, or a grid cannot be built.
-            UnknownExpertClassError: No grid's class is installed.
+            UnknownExpertClassError, UnknownOptimizerError: No grid's class and optimizer are installed.
         """
         self._device = resolve_device(self._config.device)
         await self._choose_grids()
@@ -213,7 +213,7 @@ class ExpertHost:
         for name, grid in list(self._grids.items()):
             try:
                 profile = await self._runtime.offload(check_grid, grid)
-            except UnknownExpertClassError as error:
+            except (UnknownExpertClassError, UnknownOptimizerError) as error:
                 self._runtime.emit(GridSkipped(name, error.message))
                 del self._grids[name]
                 missing = error

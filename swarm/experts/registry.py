@@ -1,4 +1,4 @@
-"""Finds registered expert classes, checks grids against them, and builds experts with their defined initial weights.
+"""Finds registered expert classes and optimizers, checks grids against them, builds experts with their initial weights.
 
 A host never runs code that its user did not install: classes come from this package, from packages with an entry point
 in the group `swarm.experts`, and from modules that the user names (`--import MODULE`).
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -20,9 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm.errors import ConfigError, UnknownExpertClassError
+from swarm.errors import ConfigError, UnknownExpertClassError, UnknownOptimizerError
 from swarm.experts.seeding import PrivateRandomness, expert_seed
-from swarm.experts.spec import ExpertGrid, RegisteredExpert, TensorSpec, registered
+from swarm.experts.spec import (
+    OPTIMIZER_NAMES,
+    ExpertGrid,
+    RegisteredExpert,
+    TensorSpec,
+    optimizer_factories,
+    registered,
+)
 
 ENTRY_POINT_GROUP = "swarm.experts"
 _PROBE_SIZES = (3, 5)
@@ -36,6 +43,7 @@ class ExpertProfile:
         inputs, outputs: Specs of `forward`'s arguments and results.
         single: `forward` returns a tensor, not a tuple of tensors.
         parameter_bytes, parameters: Size of one expert's parameters and buffers, number of parameter elements.
+        trainable: Shapes of the parameters that are trained.
         graph_bytes: What autograd keeps for a backward pass, per token (a lower bound for modules with fused kernels).
         random: Training draws random numbers (dropout), so that calls are computed one by one and replayed by seed.
     """
@@ -45,6 +53,7 @@ class ExpertProfile:
     single: bool
     parameter_bytes: int
     parameters: int
+    trainable: tuple[tuple[int, ...], ...]
     graph_bytes: int
     random: bool
 
@@ -203,6 +212,7 @@ def _probe(grid: ExpertGrid) -> ExpertProfile:
         single=single,
         parameter_bytes=sum(t.numel() * t.element_size() for t in state),
         parameters=sum(p.numel() for p in module.parameters()),
+        trainable=tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad),
         graph_bytes=max(0, (large - small) // (_PROBE_SIZES[1] - _PROBE_SIZES[0])),
         random=randomness.draws > 0,
     )
@@ -247,31 +257,69 @@ def output_specs(grid: ExpertGrid) -> tuple[TensorSpec, ...]:
     return profile(grid).outputs
 
 
+def resolve_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """The torch class, or the factory that a module registered, under `name`.
+
+    Raises:
+        UnknownOptimizerError: Neither exists here.
+    """
+    if name in OPTIMIZER_NAMES:
+        for attribute, value in vars(torch.optim).items():
+            if attribute.lower() == name and inspect.isclass(value) and issubclass(value, torch.optim.Optimizer):
+                return value
+        raise UnknownOptimizerError(f"torch {torch.__version__} has no {name!r}.", fix="Upgrade torch.")
+    if name not in optimizer_factories:
+        _load_installed()
+    if name not in optimizer_factories:
+        raise UnknownOptimizerError(
+            f"No optimizer {name!r} is installed; torch has {', '.join(OPTIMIZER_NAMES)}.",
+            fix="Install the package that defines it, or import its module (--import, or `imports` in run.toml).",
+        )
+    return optimizer_factories[name]
+
+
 def build_optimizer(grid: ExpertGrid, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
     """The optimizer that hosts train an expert with; none for an expert without trainable parameters.
 
     Raises:
-        ConfigError: The torch class does not accept the arguments.
+        ConfigError: It does not accept the arguments or the parameters.
+        UnknownOptimizerError: There is no such optimizer here.
     """
-    classes = {
-        "adadelta": torch.optim.Adadelta,
-        "adagrad": torch.optim.Adagrad,
-        "adam": torch.optim.Adam,
-        "adamax": torch.optim.Adamax,
-        "adamw": torch.optim.AdamW,
-        "nadam": torch.optim.NAdam,
-        "radam": torch.optim.RAdam,
-        "rmsprop": torch.optim.RMSprop,
-        "sgd": torch.optim.SGD,
-    }
+    name = grid.optimizer.name
+    make = resolve_optimizer(name)
     trainable = [p for p in parameters if p.requires_grad]
+    if not trainable:
+        return None
+    if name == "muon" and (odd := [tuple(p.shape) for p in trainable if p.dim() != 2]):
+        raise ConfigError(
+            f"Muon trains matrices only; {grid.module_name!r} has parameters of shape {odd[0]}.",
+            fix="Use another optimizer, or register a factory that leaves them to one (@swarm.optimizer).",
+        )
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in grid.optimizer.arguments.items()}
     try:
-        return classes[grid.optimizer.name](trainable, **arguments) if trainable else None
-    except (TypeError, ValueError) as error:
+        optimizer = make(trainable, **arguments)
+    except Exception as error:
         raise ConfigError(
-            f"The optimizer {grid.optimizer.name!r} does not accept {arguments}: {error}.",
-            fix="Correct the grid's OptimizerSpec.",
+            f"The optimizer {name!r} does not accept {arguments}: {error}.", fix="Correct the grid's OptimizerSpec."
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"The factory {name!r} returned no torch optimizer but a {type(optimizer).__name__}.")
+    return optimizer
+
+
+def _try_optimizer(grid: ExpertGrid, shapes: Sequence[tuple[int, ...]]) -> None:
+    """A step with small parameters of the same dimensions. Raises like `build_optimizer`."""
+    parameters = [nn.Parameter(torch.zeros([min(size, 2) for size in shape])) for shape in shapes]
+    optimizer = build_optimizer(grid, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        if optimizer is not None:
+            optimizer.step()
+    except Exception as error:
+        raise ConfigError(
+            f"The optimizer {grid.optimizer.name!r} cannot make a step: {error}.",
+            fix="Correct the grid's OptimizerSpec; optimizers step without a closure here.",
         ) from error
 
 
@@ -279,10 +327,10 @@ def check_grid(grid: ExpertGrid) -> ExpertProfile:
     """Fail early: the class is registered, its config works, its outputs have a row per token, its optimizer exists.
 
     Raises:
-        ConfigError, UnknownExpertClassError: As above.
+        ConfigError, UnknownExpertClassError, UnknownOptimizerError: As above.
     """
     result = profile(grid)
-    build_optimizer(grid, [nn.Parameter(torch.zeros(1))])
+    _try_optimizer(grid, result.trainable)
     return result
 
 

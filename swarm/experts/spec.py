@@ -9,17 +9,24 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm.errors import ConfigError, MalformedFrameError
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
 MAX_EXPERTS_PER_GRID = 1 << 20
 MAX_UID_CHARS = 128
-OPTIMIZER_NAMES = ("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "radam", "rmsprop", "sgd")
+OPTIMIZER_NAMES = (
+    *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd"),
+    *("muon", "nadam", "radam", "rmsprop", "rprop", "sgd"),
+)
+"""What torch ships: its optimizers that step without a closure, with dense gradients. `muon` takes matrices only."""
+SCHEDULES = ("constant", "linear", "cosine")
+MAX_STEPS = 1 << 40
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _UID = re.compile(r"([A-Za-z_][A-Za-z0-9_-]{0,63})((?:\.(?:0|[1-9][0-9]{0,8}))*)")
@@ -27,6 +34,7 @@ _RANGE = re.compile(r"\[0:([1-9][0-9]{0,8})\]")
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{1,30}")
 
 ModuleClass = TypeVar("ModuleClass", bound="type[nn.Module]")
+OptimizerFactory = TypeVar("OptimizerFactory", bound="Callable[..., Optimizer]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,41 @@ def expert(
     return register
 
 
+optimizer_factories: dict[str, Callable[..., Optimizer]] = {}
+"""Every optimizer factory of this process by name."""
+
+
+def optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFactory]:
+    """Register a function (or class) as an optimizer that hosts of this process may train experts with.
+
+    It is called with a list of parameters and the `OptimizerSpec`'s arguments as keywords, and returns a
+    `torch.optim.Optimizer` that steps without a closure. Like expert classes, factories come from packages with an
+    entry point in the group `swarm.experts` and from modules that the user names: a host never runs code that its user
+    did not install.
+
+    Args:
+        name: What an `OptimizerSpec` calls it; letters, digits, `_` and `-`; none of `OPTIMIZER_NAMES`.
+
+    Raises:
+        ConfigError: The name is malformed, torch's, or another factory has it.
+    """
+    if not _NAME.fullmatch(name) or name in OPTIMIZER_NAMES:
+        raise ConfigError(f"{name!r} cannot name an optimizer of your own.", fix="Choose another name.")
+
+    def register(factory: OptimizerFactory) -> OptimizerFactory:
+        known = optimizer_factories.get(name)
+        if known is not None and _qualname(known) != _qualname(factory):
+            raise ConfigError(f"The optimizer name {name!r} is taken by {_qualname(known)}.", fix="Choose another.")
+        optimizer_factories[name] = factory
+        return factory
+
+    return register
+
+
+def _qualname(value: object) -> str:
+    return getattr(value, "__qualname__", repr(value))
+
+
 def _as_json(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """A copy as JSON would return it, so that a description equals itself after a journey."""
     try:
@@ -130,43 +173,99 @@ class OptimizerSpec:
     """The optimizer that a host runs for each expert.
 
     Args:
-        name: One of `OPTIMIZER_NAMES`, the lowercase name of the torch class.
+        name: One of `OPTIMIZER_NAMES` (the lowercase name of the torch class), or a factory's that hosts have installed
+            and registered with `@swarm.optimizer`.
         clip_norm: Clip each step's gradient to this 2-norm; None does not clip.
-        arguments: Keyword arguments of the torch class, e.g. `lr=1e-3`. JSON values.
+        schedule: What becomes of the learning rate after the warm-up: `constant`, or `linear` or `cosine` down to
+            `min_lr_fraction` of it at `total_steps`. Steps are the expert's own, on whichever hosts they were made.
+        warmup_steps: Steps in which the learning rate rises linearly from zero.
+        total_steps: Where a schedule that is not constant ends, warm-up included.
+        min_lr_fraction: What is left of the learning rate then.
+        accumulate_tokens: Make a step when gradients of so many tokens have been collected, with the mean of the
+            requests' gradients; None makes one for every batch, with their sum.
+        arguments: Keyword arguments of the torch class or the factory, e.g. `lr=1e-3`. JSON values.
 
     Raises:
-        ConfigError: The name is unknown or an argument cannot be used.
+        ConfigError: The name is malformed or an argument cannot be used.
     """
 
     name: str
     clip_norm: float | None
+    schedule: str
+    warmup_steps: int
+    total_steps: int | None
+    min_lr_fraction: float
+    accumulate_tokens: int | None
     arguments: Mapping[str, Any] = field(hash=False)
 
-    def __init__(self, name: str = "adamw", *, clip_norm: float | None = None, **arguments: Any) -> None:
-        if name not in OPTIMIZER_NAMES:
-            raise ConfigError(f"There is no optimizer {name!r}.", fix=f"Use one of {', '.join(OPTIMIZER_NAMES)}.")
+    def __init__(
+        self,
+        name: str = "adamw",
+        *,
+        clip_norm: float | None = None,
+        schedule: str = "constant",
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        min_lr_fraction: float = 0.0,
+        accumulate_tokens: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            fix = f"Use one of {', '.join(OPTIMIZER_NAMES)}, or the name of a factory that hosts have installed."
+            raise ConfigError(f"{name!r} cannot name an optimizer.", fix=fix)
         if clip_norm is not None and not (isinstance(clip_norm, int | float) and 0 < clip_norm < float("inf")):
             raise ConfigError(f"clip_norm={clip_norm!r} is not a positive number.")
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "clip_norm", None if clip_norm is None else float(clip_norm))
-        object.__setattr__(self, "arguments", _as_json(arguments, f"The optimizer {name}"))
+        if schedule not in SCHEDULES:
+            raise ConfigError(f"There is no schedule {schedule!r}.", fix=f"Use one of {', '.join(SCHEDULES)}.")
+        if type(warmup_steps) is not int or not 0 <= warmup_steps <= MAX_STEPS:
+            raise ConfigError(f"warmup_steps={warmup_steps!r} is not a number of steps.")
+        if total_steps is not None and (
+            type(total_steps) is not int or not warmup_steps < total_steps <= MAX_STEPS or schedule == "constant"
+        ):
+            fix = "It belongs to the schedules 'linear' and 'cosine', and comes after the warm-up."
+            raise ConfigError(f"total_steps={total_steps!r} cannot be used.", fix=fix)
+        if total_steps is None and schedule != "constant":
+            raise ConfigError(f"The schedule {schedule!r} has no end.", fix="Give total_steps.")
+        if type(min_lr_fraction) not in (int, float) or not 0 <= min_lr_fraction <= 1:
+            raise ConfigError(f"min_lr_fraction={min_lr_fraction!r} is not between 0 and 1.")
+        if accumulate_tokens is not None and (
+            type(accumulate_tokens) is not int or not 0 < accumulate_tokens <= MAX_STEPS
+        ):
+            raise ConfigError(f"accumulate_tokens={accumulate_tokens!r} is not a positive whole number.")
+        values = {
+            "name": name,
+            "clip_norm": None if clip_norm is None else float(clip_norm),
+            "schedule": schedule,
+            "warmup_steps": warmup_steps,
+            "total_steps": total_steps,
+            "min_lr_fraction": float(min_lr_fraction),
+            "accumulate_tokens": accumulate_tokens,
+            "arguments": _as_json(arguments, f"The optimizer {name}"),
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "clip_norm": self.clip_norm, "arguments": dict(self.arguments)}
+        """Plain JSON values, as they stand in a manifest."""
+        return {key: getattr(self, key) for key in OPTIMIZER_SETTINGS} | {"arguments": dict(self.arguments)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OptimizerSpec:
-        """Read what `to_dict` wrote. Raises `ConfigError`."""
-        name, clip_norm, arguments = values.get("name"), values.get("clip_norm"), values.get("arguments", {})
+        """Read what `to_dict` wrote; settings that it lacks have their defaults. Raises `ConfigError`."""
+        arguments = values.get("arguments", {})
         if (
-            not isinstance(name, str)
+            not isinstance(values.get("name"), str)
             or not isinstance(arguments, Mapping)
             or not all(isinstance(k, str) for k in arguments)
         ):
             raise ConfigError("An optimizer needs a name and a table of arguments.")
-        if {"self", "name", "clip_norm"} & arguments.keys():
-            raise ConfigError("An optimizer's arguments may not be called 'name' or 'clip_norm'.")
-        return cls(name, clip_norm=clip_norm, **arguments)
+        if taken := sorted({"self", *OPTIMIZER_SETTINGS} & arguments.keys()):
+            raise ConfigError(f"An optimizer's arguments may not be called {', '.join(map(repr, taken))}.")
+        return cls(**{key: values[key] for key in OPTIMIZER_SETTINGS if key in values}, **arguments)
+
+
+OPTIMIZER_SETTINGS = tuple(f.name for f in fields(OptimizerSpec) if f.name != "arguments")
+"""What an `OptimizerSpec` holds besides the arguments of the torch class."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ grid = "ffn.[0:4].[0:4]"          # 16 experts, ffn.0.0 to ffn.3.3
 module = "ffn"                    # a registered expert class
 config = { hid = 256 }            # arguments of its constructor
 replicas = 2                      # hosts that hold each expert
-optimizer = { name = "adamw", lr = 1e-3, clip_norm = 1.0 }
+optimizer = { name = "adamw", lr = 1e-3, clip_norm = 1.0, schedule = "cosine", total_steps = 50000 }
 ```
 """
 
@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.config import PresetName
 from swarm.errors import ConfigError, SwarmError
-from swarm.experts.spec import ExpertGrid
+from swarm.experts.spec import OPTIMIZER_SETTINGS, ExpertGrid
 from swarm.runs.manifest import MAX_GRIDS, check_run_name
 
 MAX_RUN_FILE_BYTES = 1024 * 1024
@@ -39,7 +39,6 @@ class _Optimizer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     name: str
-    clip_norm: float | None = None
 
 
 class _Grid(_Table):
@@ -117,11 +116,11 @@ def _grid(path: Path, index: int, table: _Grid) -> ExpertGrid:
         "replicas": table.replicas,
     }
     if table.optimizer is not None:
-        arguments = table.optimizer.model_extra or {}
+        given = table.optimizer.model_extra or {}
         values["optimizer"] = {
             "name": table.optimizer.name,
-            "clip_norm": table.optimizer.clip_norm,
-            "arguments": arguments,
+            **{key: value for key, value in given.items() if key in OPTIMIZER_SETTINGS},
+            "arguments": {key: value for key, value in given.items() if key not in OPTIMIZER_SETTINGS},
         }
     try:
         return ExpertGrid.from_dict(values)

@@ -16,7 +16,6 @@ from swarm.errors import (
     StaleRequestError,
 )
 from swarm.experts.backend import (
-    MAX_GRADIENT_NORM,
     BackwardJob,
     BackwardResult,
     ExpertBackend,
@@ -24,6 +23,7 @@ from swarm.experts.backend import (
     ForwardResult,
 )
 from swarm.experts.layers import FeedForward
+from swarm.experts.optimizing import MAX_GRADIENT_NORM
 from swarm.experts.registry import build_expert
 from swarm.experts.replicas import capture, restore
 from swarm.experts.spec import ExpertGrid, OptimizerSpec, TensorSpec, expert, registered

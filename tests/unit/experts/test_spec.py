@@ -16,6 +16,8 @@ from swarm.experts.spec import (
     OptimizerSpec,
     TensorSpec,
     expert,
+    optimizer,
+    optimizer_factories,
     parse_uid,
     registered,
 )
@@ -53,7 +55,9 @@ def test_a_grid_survives_the_journey_through_json() -> None:
         "ffn",
         config={"hid": 32, "nested": {"a": [1, 2]}},
         replicas=3,
-        optimizer=OptimizerSpec("adamw", lr=1e-3, betas=(0.9, 0.95), clip_norm=1.0),
+        optimizer=OptimizerSpec(
+            "adamw", lr=1e-3, betas=(0.9, 0.95), clip_norm=1.0, schedule="linear", total_steps=9, accumulate_tokens=64
+        ),
     )
     again = ExpertGrid.from_dict(json.loads(json.dumps(grid.to_dict())))
     assert again == grid
@@ -68,7 +72,16 @@ def test_a_grid_survives_the_journey_through_json() -> None:
         {"module": None},
         {"config": [1]},
         {"optimizer": "adamw"},
-        {"optimizer": {"name": "lion"}},
+        {"optimizer": {"name": "no name"}},
+        {"optimizer": {"name": "adam", "schedule": "cyclic"}},
+        {"optimizer": {"name": "adam", "schedule": "linear"}},
+        {"optimizer": {"name": "adam", "total_steps": 9}},
+        {"optimizer": {"name": "adam", "schedule": "cosine", "warmup_steps": 9, "total_steps": 9}},
+        {"optimizer": {"name": "adam", "warmup_steps": -1}},
+        {"optimizer": {"name": "adam", "warmup_steps": True}},
+        {"optimizer": {"name": "adam", "min_lr_fraction": 1.5}},
+        {"optimizer": {"name": "adam", "accumulate_tokens": 0}},
+        {"optimizer": {"name": "adam", "arguments": {"schedule": "linear"}}},
         {"optimizer": {"name": "adam", "arguments": {"clip_norm": 1}}},
         {"replicas": "2"},
     ],
@@ -87,6 +100,28 @@ def test_config_must_be_json_and_is_copied() -> None:
     grid = ExpertGrid("ffn.[0:2]", "ffn", config=config)
     config["hid"] = 9
     assert grid.config["hid"] == 8
+
+
+def test_a_description_without_schedule_or_accumulation_has_the_defaults() -> None:
+    old = {"name": "adamw", "clip_norm": 1.0, "arguments": {"lr": 0.1}}
+    assert OptimizerSpec.from_dict(old) == OptimizerSpec("adamw", lr=0.1, clip_norm=1.0)
+    assert OptimizerSpec.from_dict(old).schedule == "constant"
+
+
+def test_an_optimizer_factory_has_one_name_that_torch_does_not_use() -> None:
+    def mine(parameters: object) -> None: ...
+    def other(parameters: object) -> None: ...
+
+    try:
+        assert optimizer("mine")(mine) is mine  # type: ignore[type-var]
+        optimizer("mine")(mine)  # type: ignore[type-var]
+        with pytest.raises(ConfigError, match="taken"):
+            optimizer("mine")(other)  # type: ignore[type-var]
+    finally:
+        optimizer_factories.pop("mine", None)
+    for name in ("adam", "no spaces"):
+        with pytest.raises(ConfigError):
+            optimizer(name)
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("inf"), "1"])

@@ -72,8 +72,8 @@ def test_the_example_in_the_module_is_right(tmp_path: Path) -> None:
         ('name = "x"\n[[experts]]\ngrid = "ffn"\nmodule = "a b"', r"experts\[0\]: 'a b'"),
         ('name = "x"\n[[experts]]\ngrid = "ffn"\nmodule = "ffn"\noptimizer = "adamw"', r"experts\[0\].optimizer: "),
         (
-            'name = "x"\n[[experts]]\ngrid = "ffn"\nmodule = "ffn"\noptimizer = { name = "magic" }',
-            r"experts\[0\]: There is no optimizer 'magic'",
+            'name = "x"\n[[experts]]\ngrid = "ffn"\nmodule = "ffn"\noptimizer = { name = "m agic" }',
+            r"experts\[0\]: 'm agic' cannot name an optimizer",
         ),
         (
             'name = "x"\n[[experts]]\ngrid = "ffn"\nmodule = "ffn"\n[[experts]]\ngrid = "ffn.[0:2]"\nmodule = "ffn"',
