@@ -12,6 +12,12 @@ counts group forming and copies as well, `*_cpu_s` is the processor time of all 
 
 puts every peer behind a link of its own (`swarm.simulation.proxy`): all it sends and all it receives share 100 Mbit/s
 each. `*_wire_s` is what the payload that the busiest peer sends takes at that rate; gloo and hivemind take no part.
+
+    python -m benchmarks.averaging --json --device cuda
+
+averages tensors on one CUDA device that all peers share: `*_copy_s` is what a step spends besides group forming and
+exchange, which is copying to and from the device, and `background_pause_s` how long a background round keeps the
+training thread, at its begin and its end together.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ ROUND_TIMEOUT_S = 90.0
 CODECS = {"fp32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
 
 
-def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str], link: str) -> None:
+def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str], device: str, link: str) -> None:
     """One peer process: for each line on stdin, which names a codec, averages once and prints what it took."""
     from benchmarks.averaging_peer import started_peer, torch
     from swarm.averaging.allreduce import AllReduce
@@ -44,23 +50,40 @@ def run_peer(rank: int, count: int, numel: int, folder: Path, codecs: list[str],
 
     with started_peer(rank, folder, link) as peer:
         averagers = {}
-        for name in codecs:
-            values = torch.full((numel,), float(rank)) + torch.randn(numel) * 0.01
+        for name in [codec for codec in codecs if "/" not in codec]:
+            values = (torch.full((numel,), float(rank)) + torch.randn(numel) * 0.01).to(device)
             strategy = AllReduce(min_group=count, max_group=count, codec=CODECS[name])
             averagers[name] = (Averager(peer, [values], name, strategy), values)
         print(json.dumps({"ready": True, "pid": os.getpid()}), flush=True)
         for line in sys.stdin:
-            averager, values = averagers[line.strip()]
+            name, _, background = line.strip().partition("/")
+            averager, values = averagers[name]
+            if values.is_cuda:
+                torch.cuda.synchronize()
             started, cpu = time.perf_counter(), time.process_time()
-            result = averager.step()
+            pause_s = 0.0
+            if background:
+                handle = averager.step(wait=False)
+                pause_s = time.perf_counter() - started
+                handle.result()
+                applied = time.perf_counter()
+                result = handle.apply()
+                pause_s += time.perf_counter() - applied
+            else:
+                result = averager.step()
+            if values.is_cuda:
+                torch.cuda.synchronize()
             report = {
                 "step_s": time.perf_counter() - started,
+                "copy_s": time.perf_counter() - started - result.seconds,
+                "pause_s": pause_s,
                 "cpu_s": time.process_time() - cpu,
                 "exchange_s": result.exchange_s,
                 "sent": result.bytes_sent,
                 "ok": result.averaged and not result.degraded,
-                "digest": zlib.crc32(values.numpy().data),
             }
+            if not background:
+                report["digest"] = zlib.crc32(values.cpu().numpy().data)
             print(json.dumps(report), flush=True)
             values.add_(0.01 * (rank - (count - 1) / 2))  # members differ again before the next round
         for averager, _ in averagers.values():
@@ -135,6 +158,11 @@ class System:
             process.stdout.close()
 
 
+def ours_on(device: str) -> list[str]:
+    """The command of one of our peers."""
+    return [sys.executable, "-m", "benchmarks.averaging", "--peer", device]
+
+
 def measure(peers: int, numel: int, rounds: int, hivemind: str | None) -> dict[str, float]:
     """Run the systems in turns and return the figures."""
     anchors = Path(__file__).parent / "anchors"
@@ -143,8 +171,7 @@ def measure(peers: int, numel: int, rounds: int, hivemind: str | None) -> dict[s
         systems: dict[str, System] = {}
         done = False
         try:
-            ours = [sys.executable, "-m", "benchmarks.averaging", "--peer"]
-            systems["ours"] = System.start(ours, *shape, list(CODECS))
+            systems["ours"] = System.start(ours_on("cpu"), *shape, list(CODECS))
             systems["gloo"] = System.start([sys.executable, str(anchors / "gloo_allreduce.py")], *shape, ["gloo"])
             if hivemind:
                 command = [hivemind, str(anchors / "hivemind_averaging.py")]
@@ -193,8 +220,7 @@ def measure_links(peers: int, numel: int, rounds: int, mbit: float, latency_ms: 
                 "latency_ms": latency_ms / 2,
             }  # two links lie between two peers
             links.append(f"{port}/{proxy.add(str(rank), f'127.0.0.1:{port}', **shape)}")
-        command = [sys.executable, "-m", "benchmarks.averaging", "--peer"]
-        system = System.start(command, peers, numel, Path(folder), list(CODECS), links)
+        system = System.start(ours_on("cpu"), peers, numel, Path(folder), list(CODECS), links)
         done = False
         try:
             for rank, process in enumerate(system.processes):
@@ -216,6 +242,29 @@ def measure_links(peers: int, numel: int, rounds: int, mbit: float, latency_ms: 
     return figures
 
 
+def measure_device(peers: int, numel: int, rounds: int, device: str) -> dict[str, float]:
+    """Our figures for tensors on a device that all peers share."""
+    figures: dict[str, float] = {}
+    names = [name + suffix for name in CODECS for suffix in ("", "/background")]
+    with tempfile.TemporaryDirectory() as folder:
+        system = System.start(ours_on(device), peers, numel, Path(folder), names)
+        done = False
+        try:
+            system.answers(START_TIMEOUT_S)
+            for index in range(rounds + 1):
+                for name in names:
+                    system.round(name, counts=index > 0)
+            done = True
+        finally:
+            system.end(kill=not done)
+    for codec in CODECS:
+        figures[f"{codec}_s"] = system.median(codec, "exchange_s")
+        for key in ("step_s", "copy_s"):
+            figures[f"{codec}_{key}"] = system.median(codec, key)
+        figures[f"{codec}_background_pause_s"] = system.median(f"{codec}/background", "pause_s")
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON line only")
@@ -225,11 +274,19 @@ def main() -> None:
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind")
     parser.add_argument("--link-mbit", type=float, help="put every peer behind a link of so many Mbit/s up and down")
     parser.add_argument("--link-latency-ms", type=float, default=10.0, help="one way, from peer to peer")
+    parser.add_argument("--device", default="cpu", help="where our peers' tensors are: cpu, or cuda")
     options = parser.parse_args()
     mb = options.mb or (10.0 if options.link_mbit else 100.0)
     numel = int(mb * 1e6 / 4)
     shape = {"peers": options.peers, "mb": mb, "rounds": options.rounds}
-    if options.link_mbit:
+    if options.device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SystemExit("There is no CUDA device here.")
+        shape |= {"device": torch.cuda.get_device_name(options.device)}
+        figures = measure_device(options.peers, numel, options.rounds, options.device)
+    elif options.link_mbit:
         shape |= {"link_mbit": options.link_mbit, "link_latency_ms": options.link_latency_ms}
         figures = measure_links(options.peers, numel, options.rounds, options.link_mbit, options.link_latency_ms)
     else:
@@ -243,7 +300,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--peer" in sys.argv[1:2]:
-        _, _, own_rank, size, elements, where, wanted, *behind = sys.argv
-        run_peer(int(own_rank), int(size), int(elements), Path(where), wanted.split(","), "".join(behind))
+        _, _, on, own_rank, size, elements, where, wanted, *behind = sys.argv
+        run_peer(int(own_rank), int(size), int(elements), Path(where), wanted.split(","), on, "".join(behind))
     else:
         main()

@@ -33,6 +33,7 @@ from swarm.averaging.vector import FlatVector
 from swarm.errors import ClosedError, SchemaMismatchError, UsageError
 from swarm.tensors.aliasing import shares_memory
 from swarm.tensors.schema import TensorMeta, schema_hash
+from swarm.tensors.staging import add_all
 
 
 class AveragingPeer(Protocol):
@@ -85,8 +86,9 @@ class Averager:
         metas = [TensorMeta.of(tensor) for tensor in tensors]
         self._verifies = isinstance(strategy, AllReduce) and strategy.verify_parts
         self._codecs = choose_codecs(strategy.codec, strategy.role, metas)
+        self._pinned = any(tensor.is_cuda for tensor in tensors)
         self._vector = self._vector_over(metas)
-        self._copy: FlatVector | None = None
+        self._copy: FlatVector | None = None if self._vector.in_place else self._vector
         self._before: FlatVector | None = None
         config = self._endpoint.config.averaging
         kinds = [strategy_spec(strategy), str(config.chunk_bytes), *(codec.name for codec in self._codecs)]
@@ -111,7 +113,7 @@ class Averager:
     def _vector_over(self, metas: Sequence[TensorMeta]) -> FlatVector:
         """A vector for a blocking round: over the tensors where they allow that, else of its own memory."""
         over = self._tensors if FlatVector.fits_over(self._tensors) else None
-        return FlatVector(metas, self._codecs, over)
+        return FlatVector(metas, self._codecs, over, self._pinned)
 
     def _to_average(self, blocking: bool) -> FlatVector:
         """The vector of the round that begins, with the tensors' values."""
@@ -119,7 +121,7 @@ class Averager:
         if blocking and FlatVector.fits_over(self._tensors):
             self._vector = self._vector_over(metas)  # their memory may be another than before
         else:
-            self._copy = self._copy or FlatVector(metas, self._codecs)
+            self._copy = self._copy or FlatVector(metas, self._codecs, pinned=self._pinned)
             self._vector = self._copy
             self._vector.load(self._tensors)
         return self._vector
@@ -177,7 +179,7 @@ class Averager:
             self._busy.release()
             raise RuntimeError("An endpoint on a virtual loop has no background rounds.")
         vector = self._to_average(blocking=False)
-        self._before = self._before or FlatVector(vector.metas)
+        self._before = self._before or FlatVector(vector.metas, pinned=self._pinned)
         self._before.copy_from(vector)
         future = self._endpoint.loop.submit(self.average(vector, weight, timeout_s))
         return RoundHandle(self, future)
@@ -265,11 +267,10 @@ class Averager:
         assert self._before is not None
         try:
             if outcome is not None and outcome.averaged:
-                with torch.no_grad():
-                    pairs = zip(self._vector.views(), self._before.views(), strict=True)
-                    for tensor, (after, before) in zip(self._tensors, pairs, strict=True):
-                        # In place: memory for the difference would be as large as the tensor, and fresh each time.
-                        tensor.add_(torch.sub(after, before, out=before).to(tensor.device))
+                pairs = zip(self._vector.views(), self._before.views(), strict=True)
+                # In place: memory for the difference would be as large as the tensor, and fresh each time.
+                changes = (torch.sub(after, before, out=before) for after, before in pairs)
+                add_all(zip(self._tensors, changes, strict=True))
         finally:
             self._busy.release()
 

@@ -16,6 +16,7 @@ from swarm.errors import UnsupportedDtypeError
 from swarm.tensors.codecs import NONE, Codec
 from swarm.tensors.memory import allocate, keep_freed_memory
 from swarm.tensors.schema import TensorMeta
+from swarm.tensors.staging import copy_all
 
 MIN_CHUNK_ELEMENTS = 64 * 1024
 """Below this a message costs more than what is in it."""
@@ -64,13 +65,18 @@ class FlatVector:
         metas: Of the tensors, in order.
         codecs: One for each tensor; by default all travel as they are.
         over: Contiguous CPU tensors like `metas` to use as its memory (see `fits_over`).
+        pinned: Take page-locked memory, for tensors on a CUDA device.
 
     Raises:
         UnsupportedDtypeError: A tensor is not of a floating dtype of two bytes or more, or its codec cannot carry it.
     """
 
     def __init__(
-        self, metas: Sequence[TensorMeta], codecs: Sequence[Codec] | None = None, over: Sequence[Tensor] | None = None
+        self,
+        metas: Sequence[TensorMeta],
+        codecs: Sequence[Codec] | None = None,
+        over: Sequence[Tensor] | None = None,
+        pinned: bool = False,
     ) -> None:
         self.metas = tuple(metas)
         self.codecs = tuple(codecs) if codecs is not None else (NONE,) * len(self.metas)
@@ -95,7 +101,7 @@ class FlatVector:
         self._pieces: list[list[tuple[int, Tensor]]]
         """Of each segment: where in it a piece of memory begins, and the piece (1-d)."""
         if over is None:
-            self._pieces = [[(0, allocate(s.numel * s.dtype.itemsize).view(s.dtype))] for s in self.segments]
+            self._pieces = [[(0, allocate(s.numel * s.dtype.itemsize, pinned).view(s.dtype))] for s in self.segments]
         else:
             keep_freed_memory()  # for the chunks
             self._pieces = [[] for _ in self.segments]
@@ -117,17 +123,17 @@ class FlatVector:
 
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors' values in, unless this vector lies over them."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views(), tensors, strict=True):
-                if view.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-                    view.copy_(tensor.detach())
+        copy_all((view, tensor) for view, tensor in self._apart(tensors))
 
     def store(self, tensors: Sequence[Tensor]) -> None:
         """Copy the values back into the tensors, in place, unless this vector lies over them."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views(), tensors, strict=True):
-                if view.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-                    tensor.copy_(view)
+        copy_all((tensor, view) for view, tensor in self._apart(tensors))
+
+    def _apart(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views and tensors that do not lie over each other."""
+        for view, tensor in zip(self.views(), tensors, strict=True):
+            if view.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+                yield view, tensor
 
     def copy_from(self, other: FlatVector) -> None:
         """Take the values of a vector of the same layout."""

@@ -44,8 +44,15 @@ def keep_freed_memory() -> None:
     torch.empty(_LARGEST_KEPT_BYTES, dtype=torch.uint8)  # freed at once, never touched
 
 
-def allocate(nbytes: int) -> Tensor:
-    """Uninitialised CPU memory as a 1-d uint8 tensor, aligned for every dtype, on huge pages where Linux allows it."""
+def allocate(nbytes: int, pinned: bool = False) -> Tensor:
+    """Uninitialised CPU memory as a 1-d uint8 tensor, aligned for every dtype, on huge pages where Linux allows it.
+
+    Args:
+        nbytes: Its size.
+        pinned: Take page-locked memory instead, from and to which a CUDA device copies by itself.
+    """
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     if nbytes >= _WORTHWHILE_BYTES:
         keep_freed_memory()
     memory = torch.empty(nbytes, dtype=torch.uint8)
