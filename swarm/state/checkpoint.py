@@ -67,6 +67,17 @@ class Checkpoint:
     """Its JSON file."""
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What a checkpoint says of itself; its tensors were not read."""
+
+    number: int
+    path: Path
+    """Its JSON file."""
+    nbytes: int
+    metadata: dict[str, Any]
+
+
 def save_checkpoint(path_dir: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], keep: int = 2) -> Path:
     """Write a checkpoint and remove all but the newest `keep`.
 
@@ -139,6 +150,28 @@ def load_checkpoint(path_dir: Path, events: EventStream | None = None) -> Checkp
     return None
 
 
+def list_checkpoints(path_dir: Path) -> list[CheckpointInfo]:
+    """The checkpoints of a directory, newest first, without reading their tensors; what cannot be read is left out."""
+    found = []
+    for number, path in sorted(_listed(path_dir), reverse=True):
+        try:
+            description = _description(path)
+            nbytes = path.with_suffix(".safetensors").stat().st_size
+        except _DAMAGE:
+            continue
+        found.append(CheckpointInfo(number, path, nbytes, description["metadata"]))
+    return found
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, given its JSON file. Raises `StateError`."""
+    try:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".safetensors").unlink(missing_ok=True)
+    except OSError as error:
+        raise StateError(f"The checkpoint {path} could not be removed: {error}.", fix="Check permissions.") from error
+
+
 def _storable(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors that safetensors accepts: contiguous, on the CPU, nothing shared; and what is stored as bytes."""
     flat: dict[str, Tensor] = {}
@@ -163,13 +196,17 @@ def _storable(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
     return flat, raw
 
 
-def _load(path: Path) -> Checkpoint:
+def _description(path: Path) -> dict[str, Any]:
     description = json.loads(path.read_text("utf-8"))
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise CorruptStateError("the JSON is not a checkpoint of a format known here")
-    metadata = description["metadata"]
-    if not isinstance(metadata, dict):
+    if not isinstance(description["metadata"], dict):
         raise CorruptStateError("the metadata is not a JSON object")
+    return description
+
+
+def _load(path: Path) -> Checkpoint:
+    description = _description(path)
     weights = path.with_suffix(".safetensors")
     digest, nbytes = hashlib.sha256(), 0
     with weights.open("rb") as file:
@@ -183,7 +220,7 @@ def _load(path: Path) -> Checkpoint:
     tensors = load_file(weights)
     for name, (dtype, shape) in description["raw"].items():
         tensors[name] = tensors[name].view(parse_dtype(dtype)).view(shape)
-    return Checkpoint({name: tensors[name] for name in description["names"]}, metadata, path)
+    return Checkpoint({name: tensors[name] for name in description["names"]}, description["metadata"], path)
 
 
 def _listed(path_dir: Path) -> list[tuple[int, Path]]:
