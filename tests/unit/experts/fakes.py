@@ -57,7 +57,8 @@ class FakeHost:
     """Computes `Tanh` experts and applies SGD, unless the next entry of `script` says otherwise.
 
     A script entry is consumed per call and pass (`forward:` and `backward:` prefixes select one): `ok`, `busy`, `hang`,
-    `nan`, `wrong_shape`, `huge`, `forgot`, `unknown`, `apply_then_hang`, `garbage`, or a `SwarmError` to raise.
+    `slow` (a second), `nan`, `wrong_shape`, `huge`, `forgot`, `unknown`, `apply_then_hang`, `garbage`, or a
+    `SwarmError` to raise.
     """
 
     transport: Transport
@@ -103,6 +104,8 @@ class FakeHost:
             action = "hang" if self.always.get("probe") == "hang" else "ok"
         if action == "hang":
             await asyncio.sleep(1e4)
+        if action == "slow":
+            await asyncio.sleep(1.0)
         if action == "garbage":
             return b"not a frame"
         if isinstance(action, SwarmError):
