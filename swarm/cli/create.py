@@ -115,10 +115,12 @@ def _run_first_peer(
     # said before torch is imported, which takes a moment
     reporter.say(f"JOINING  {described.name}: starting its first peer", "state", state="JOINING")
     from swarm.cli.watching import event_stream, run_until_stopped
-    from swarm.experts.registry import import_modules
+    from swarm.experts.registry import import_modules, resolve_optimizer
     from swarm.run import create_run
 
     import_modules(described.imports)
+    for grid in described.experts:
+        resolve_optimizer(grid.optimizer.name)  # a misspelt name is found out here, not on every host
     with event_stream(reporter, described.name, log_file) as events:
         run = create_run(described.name, described.experts, roles=roles, config=config, data_dir=folder, events=events)
         try:

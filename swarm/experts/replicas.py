@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, no_grad
-from torch.nn import Parameter
 
 from swarm.endpoint import Endpoint
 from swarm.errors import (
@@ -30,7 +28,6 @@ from swarm.experts.backend import ExpertBackend
 from swarm.experts.batching import Worker
 from swarm.experts.protocol import OFFER
 from swarm.experts.records import HostRecord, snapshot_key
-from swarm.experts.registry import build_optimizer
 from swarm.experts.spec import parse_uid
 from swarm.net.transport import CallContext, Contact
 from swarm.state.transfer import Snapshot, SnapshotStore, fetch_snapshot
@@ -41,7 +38,10 @@ NEVER = -1
 """The `have` of a host that has no version of the expert yet."""
 _OPTIMIZER_NAME = re.compile(r"optimizer\.(0|[1-9][0-9]{0,5})\.([a-z_][a-z0-9_]{0,40})")
 _NEVER_NEGATIVE = frozenset(
-    ("step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "mu_product")
+    (
+        *("step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "mu_product"),
+        *("row_var", "col_var", "variance", "eta", "mu", "step_size"),
+    )
 )
 _FRAME_LIMITS = Limits(max_header_bytes=4096, max_tensors=0, max_payload_bytes=0)
 _KEEP_OFFERS_S = 60.0
@@ -73,13 +73,12 @@ def capture(backend: ExpertBackend) -> Snapshot:
     """The expert's state at this moment, copied. Runs on the device's thread."""
     tensors = {f"model.{name}": t for name, t in _model_state(backend).items()}
     scalars: dict[str, dict[str, float | int | bool]] = {}
-    if backend.optimizer is not None:
-        for index, state in backend.optimizer.state_dict()["state"].items():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{index}.{name}"] = value
-                elif isinstance(value, bool | int | float):
-                    scalars.setdefault(str(index), {})[name] = value
+    for index, state in backend.stepper.state().items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{name}"] = value
+            elif isinstance(value, bool | int | float):
+                scalars.setdefault(str(index), {})[name] = value
     metadata = {"uid": backend.uid, "weight_version": backend.weight_version, "scalars": scalars}
     snapshot = Snapshot.build(tensors, metadata)
     backend.own_steps = 0
@@ -114,16 +113,14 @@ def restore(backend: ExpertBackend, snapshot: Snapshot) -> None:
     with no_grad():
         for name, tensor in model.items():
             tensor.copy_(given[name])
-    if backend.optimizer is not None:
-        whole = backend.optimizer.state_dict()
-        backend.optimizer.load_state_dict({**whole, "state": optimizer_state})
+    backend.stepper.set_state(optimizer_state)
     backend.weight_version = version
     backend.own_steps = 0
 
 
 def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scalars: Any) -> dict[int, dict[str, Any]]:
     """A stranger's optimizer state by parameter; complete and of the sizes that our own optimizer will look for."""
-    usual = _usual_state(backend)
+    expected = backend.stepper.expected_state()
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         match = _OPTIMIZER_NAME.fullmatch(name)
@@ -131,11 +128,11 @@ def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scal
             if name.startswith("model."):
                 continue
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds an unknown tensor {name[:60]!r}.")
-        index, value = int(match.group(1)), usual.get(match.group(2))
-        if index >= len(backend.parameters) or not isinstance(value, Tensor):
+        index = int(match.group(1))
+        value = expected[index].get(match.group(2)) if index < len(expected) else None
+        if not isinstance(value, Tensor):
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds optimizer state of another class.")
-        shape = backend.parameters[index].shape if value.dim() else value.shape
-        if tensor.shape != shape or tensor.is_floating_point() != value.is_floating_point():
+        if tensor.shape != value.shape or tensor.is_floating_point() != value.is_floating_point():
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds optimizer state of another size or type.")
         if match.group(2) in _NEVER_NEGATIVE and tensor.numel() and bool((tensor < 0).any()):
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds negative squares or steps.")
@@ -148,26 +145,14 @@ def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scal
         if index_text not in by_text or not isinstance(given, dict):
             raise SchemaMismatchError(f"The snapshot of {backend.uid} holds malformed optimizer state.")
         for name, number in given.items():
-            if type(number) is not type(usual.get(name)) or not isinstance(number, bool | int | float):
+            usual = expected[int(index_text)].get(name)
+            if type(number) is not type(usual) or not isinstance(number, bool | int | float):
                 raise SchemaMismatchError(f"The snapshot of {backend.uid} holds malformed optimizer state.")
             by_text[index_text][name] = number
-    wanted = {name for name, value in usual.items() if isinstance(value, Tensor | bool | int | float)}
-    if any(values.keys() != wanted for values in state.values()):
+    wanted = [{n for n, v in e.items() if isinstance(v, Tensor | bool | int | float)} for e in expected]
+    if any(values.keys() != wanted[index] for index, values in state.items()):
         raise SchemaMismatchError(f"The snapshot of {backend.uid} holds incomplete optimizer state.")
     return state
-
-
-def _usual_state(backend: ExpertBackend) -> dict[str, Any]:
-    """What the expert's optimizer keeps for a parameter, found out on a small one."""
-    if backend.optimizer is None:
-        return {}
-    example = backend.parameters[0]
-    small = Parameter(torch.zeros(2, 2, dtype=example.dtype, device=example.device))
-    optimizer = build_optimizer(backend.grid, [small])
-    assert optimizer is not None
-    small.grad = torch.zeros_like(small)
-    optimizer.step()
-    return dict(optimizer.state[small])
 
 
 @dataclass(slots=True)
