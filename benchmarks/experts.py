@@ -5,7 +5,7 @@
 
 One host in a process of its own, one trainer here, over TLS on loopback. Remote and local calls alternate in blocks,
 and medians are reported, because absolute times move with the machine's load. `both` is forward and backward with an
-SGD step of the expert, on both sides.
+SGD step of the expert, on both sides. `concurrent`: the same host under 1, 2, 4 and 8 trainers; see `experts_load`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 import swarm
+from benchmarks import experts_load
+from benchmarks.experts_load import BATCH
 from swarm.experts.registry import build_expert
 
 HID = 1024
@@ -264,6 +266,8 @@ def main() -> None:
             peer.wait_for_experts(grid.name, timeout_s=60.0)
         result |= measure_small_call(peer, options.rounds)
         result["cases"] = [measure_case(peer, grid, batch, options.rounds) for grid in made for batch in BATCHES]
+    passes_s = [c["both_local_ms"] * 1e-3 for c in result["cases"] if (c["expert"], c["batch"]) == ("ffn", BATCH)]
+    result["concurrent"] = experts_load.measure(PATIENT, passes_s[0])
     if options.hivemind:
         result["hivemind"] = measure_hivemind(options.hivemind)
     if options.json:
@@ -271,6 +275,8 @@ def main() -> None:
         return
     print(", ".join(f"{name} {result[name]}" for name in ("small_call_ms", "bare_unary_ms", "small_call_ratio")))
     for case in result["cases"]:
+        print(case)
+    for case in result["concurrent"]:
         print(case)
     for case in result.get("hivemind", ()):
         print("hivemind", case)
