@@ -146,6 +146,12 @@ class HostConfig(_Section):
     """Interval at which a host looks for experts that too few hosts hold."""
     drain_timeout_s: float = Field(10.0, ge=0)
     """Patience of a leaving host for others to take its experts over."""
+    checkpoint_s: float = Field(300.0, gt=0)
+    """Interval at which experts that have changed are saved below `data_dir`; a host without one saves nothing."""
+    checkpoints_kept: int = Field(2, ge=1)
+    """Checkpoints of one expert on disk; more than one, so that a damaged file costs one interval."""
+    max_checkpoint_bytes: int = Field(64 * 1024 * MIB, ge=0)
+    """Disk space for the checkpoints of all experts of a run together."""
 
 
 class ClientConfig(_Section):
@@ -248,7 +254,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "deadline": {"initial_s": 3.0, "floor_s": 0.25, "cap_s": 10.0},
         "client": {"directory_refresh_s": 1.0, "deadline": {"initial_s": 5.0, "floor_s": 1.0, "cap_s": 10.0}},
         "dht": {"call_timeout_s": 1.0, "maintenance_s": 3.0, "watch_min_s": 0.2, "watch_max_s": 2.0},
-        "host": {"announce_ttl_s": 6.0, "replica_sync_s": 5.0, "placement_s": 1.0, "drain_timeout_s": 5.0},
+        "host": {
+            "announce_ttl_s": 6.0,
+            "replica_sync_s": 5.0,
+            "placement_s": 1.0,
+            "drain_timeout_s": 5.0,
+            "checkpoint_s": 10.0,
+        },
         "averaging": {"matchmaking_s": 3.0, "round_timeout_s": 10.0, "chunk_timeout_s": 3.0},
     },
 }
