@@ -8,6 +8,8 @@ from swarm.identity import PeerId
 
 MAX_AVOIDED = 4096
 """Peers that the circuit breaker remembers."""
+RELAPSE_PAUSES = 4.0
+"""A peer that fails again within so many of its last pauses after it recovered is where it was before."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class CircuitBreaker:
         self._pause_s = pause_s
         self._max_pause_s = max_pause_s
         self._avoided: dict[PeerId, _Pause] = {}
+        self._recovered: dict[PeerId, tuple[int, float]] = {}
 
     def failed(self, peer_id: PeerId, now_s: float) -> float | None:
         """Note a failure. Returns the pause if it starts now, None if the peer was being avoided already."""
@@ -38,16 +41,35 @@ class CircuitBreaker:
         if known is not None and not known.probing and now_s < known.until_s:
             self._avoided[peer_id] = known  # the failure of a call that was under way when the pause began
             return None
-        failures = known.failures + 1 if known is not None else 1
-        pause_s = min(self._max_pause_s, self._pause_s * 2.0 ** min(failures - 1, 32))
+        failures = 1 + (known.failures if known is not None else self._relapse(peer_id, now_s))
+        pause_s = self._pause_of(failures)
         self._avoided[peer_id] = _Pause(failures, now_s + pause_s)
         while len(self._avoided) > MAX_AVOIDED:
             del self._avoided[next(iter(self._avoided))]
         return pause_s
 
-    def succeeded(self, peer_id: PeerId) -> bool:
-        """Note an answer. True if the peer was being avoided until now."""
-        return self._avoided.pop(peer_id, None) is not None
+    def succeeded(self, peer_id: PeerId, now_s: float) -> bool:
+        """Note an answer. True if the peer was being avoided until now.
+
+        A peer that answers trial calls but is too slow for real ones must not be tried at the shortest pause for ever:
+        if it fails again soon, its failures count on.
+        """
+        known = self._avoided.pop(peer_id, None)
+        if known is None:
+            return False
+        self._recovered.pop(peer_id, None)
+        self._recovered[peer_id] = (known.failures, now_s + RELAPSE_PAUSES * self._pause_of(known.failures))
+        if len(self._recovered) > MAX_AVOIDED:
+            del self._recovered[next(iter(self._recovered))]
+        return True
+
+    def _relapse(self, peer_id: PeerId, now_s: float) -> int:
+        """How many failures a peer that recovered is still known for."""
+        failures, until_s = self._recovered.pop(peer_id, (0, 0.0))
+        return failures if now_s < until_s else 0
+
+    def _pause_of(self, failures: int) -> float:
+        return min(self._max_pause_s, self._pause_s * 2.0 ** min(failures - 1, 32))
 
     def avoids(self, peer_id: PeerId) -> bool:
         """Whether calls should go elsewhere: from a failure until the next answer."""
@@ -63,3 +85,4 @@ class CircuitBreaker:
     def forget(self, peer_id: PeerId) -> None:
         """Stop remembering a peer that holds nothing any more."""
         self._avoided.pop(peer_id, None)
+        self._recovered.pop(peer_id, None)

@@ -108,6 +108,8 @@ class ExpertCall:
         may_apply: A host may still be asked to apply them: no earlier attempt can have done it.
         defer: The host that answered the forward pass shall apply them together with a later call's.
         with_inputs: The next attempt carries the inputs.
+        settling: The host that was asked to apply the gradients has not answered, but another has given those of the
+            inputs, so that nothing waits for it: whether they were applied is counted when it becomes known.
         passes_back: How many backward passes were begun.
         tried: Hosts that will not be asked again in this pass.
         problems: Why each attempt failed, in order.
@@ -125,6 +127,7 @@ class ExpertCall:
     may_apply: bool = False
     defer: bool = False
     with_inputs: bool = False
+    settling: bool = False
     passes_back: int = 0
     busy: int = 0
     tried: list[PeerId] = field(default_factory=list)
@@ -141,7 +144,8 @@ class ExpertCall:
 
     def next_pass(self, *, apply: bool, with_inputs: bool) -> None:
         """Forget the attempts of the pass before when a backward pass starts."""
-        self.may_apply, self.with_inputs, self.applied = apply, with_inputs, False
+        self.may_apply, self.with_inputs, self.applied, self.settling = apply, with_inputs, False, False
+        self.grad_inputs = None
         self.passes_back += 1
         self.busy, self.tried, self.problems = 0, [], []
 
@@ -154,12 +158,26 @@ class LayerStats:
         self._lock = threading.Lock()
         self._calls = self._failed = self._retries = self._lost = self._missing = 0
         self._routed = self._masked = self._dropped = 0
+        self._requests = self._hedges = self._hedge_wins = 0
         self._latency: dict[Pass, float] = {}
         self._tokens: Counter[str] = Counter()
 
     def called(self, n: int) -> None:
         with self._lock:
             self._calls += n
+
+    def requested(self) -> None:
+        """Count a request to a host."""
+        with self._lock:
+            self._requests += 1
+
+    def hedged(self) -> None:
+        with self._lock:
+            self._hedges += 1
+
+    def hedge_won(self) -> None:
+        with self._lock:
+            self._hedge_wins += 1
 
     def failed(self, n: int, retried: int) -> None:
         with self._lock:
@@ -210,6 +228,9 @@ class LayerStats:
                 backward_s=self._latency.get("backward"),
                 expert_tokens=dict(self._tokens),
                 experts=self._experts,
+                requests=self._requests,
+                hedges=self._hedges,
+                hedge_wins=self._hedge_wins,
             )
 
 
@@ -229,6 +250,9 @@ class LayerSnapshot:
         forward_s, backward_s: Moving averages of the time that one pass of the whole layer takes.
         expert_tokens: Answered assignments by expert.
         experts: How many experts the layer has.
+        requests: Requests to hosts, each for all experts that the host was asked for at once; without hedges.
+        hedges: Requests to another replica because the first had not answered in its usual time.
+        hedge_wins: Hedges that answered first.
     """
 
     calls: int
@@ -243,6 +267,9 @@ class LayerSnapshot:
     backward_s: float | None
     expert_tokens: Mapping[str, int]
     experts: int
+    requests: int = 0
+    hedges: int = 0
+    hedge_wins: int = 0
 
     @property
     def masked_fraction(self) -> float:

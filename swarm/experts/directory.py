@@ -1,7 +1,9 @@
 """Which hosts hold which experts: refreshed from the DHT in the background, read without waiting on the forward path.
 
 A circuit breaker sits in front of it: a peer that failed is avoided, and tried again with a small call of the
-directory's own (never with a training step's) after a pause that doubles up to ten refresh intervals.
+directory's own (never with a training step's) after a pause that doubles up to ten refresh intervals. A peer that let a
+call wait until another replica had answered is suspected: it comes last among the replicas while a small call finds out
+at once whether it is alive. A peer that nobody asks any more because it was slow is measured again in the same way.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from swarm.errors import (
 )
 from swarm.events import Event
 from swarm.experts.breaker import CircuitBreaker
+from swarm.experts.choice import HostLoads
 from swarm.experts.records import HostRecord, merge_records, record_key, rendezvous_order
 from swarm.experts.spec import ExpertGrid, parse_uid
 from swarm.identity import PeerId
@@ -36,6 +39,9 @@ from swarm.net.transport import Contact
 MAX_PAUSE_REFRESHES = 10
 """The longest pause between two attempts at a failed peer, in refresh intervals."""
 NAMED_UIDS = 8
+MEASURED_AT_ONCE = 4
+"""Slow peers that are measured again after one refresh."""
+MAX_SUSPECTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class Replica:
     contact: Contact
     weight_version: int
     queue_s: float
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +106,22 @@ class ExpertDirectory:
         endpoint: Whose DHT is read.
         grids: The grids to follow, by name.
         probe: Makes a small call to a contact, to see whether it answers; raises `NetworkError` if not.
+        loads: What hosts are expected to take; it learns from their records here.
     """
 
     def __init__(
-        self, endpoint: Endpoint, grids: Mapping[str, ExpertGrid], probe: Callable[[Contact], Awaitable[None]]
+        self,
+        endpoint: Endpoint,
+        grids: Mapping[str, ExpertGrid],
+        probe: Callable[[Contact], Awaitable[None]],
+        loads: HostLoads | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._grids = dict(grids)
         self._probe = probe
+        self._loads = HostLoads() if loads is None else loads
+        self._suspects: dict[PeerId, None] = {}
+        self._probing: dict[PeerId, None] = {}
         self._config: ClientConfig = endpoint.config.client
         refresh_s = self._config.directory_refresh_s
         self._breaker = CircuitBreaker(refresh_s, MAX_PAUSE_REFRESHES * refresh_s)
@@ -143,13 +158,37 @@ class ExpertDirectory:
         self.grid_of(uid)
         return tuple(sorted(self._replicas.get(uid, ()), key=lambda r: self._breaker.avoids(r.contact.peer_id)))
 
+    def candidates(self, uid: str, tried: Sequence[PeerId], *, healthy: bool = False) -> list[Contact]:
+        """The hosts that are equally fit to be asked next, primary first: those that nothing speaks against.
+
+        If there is none, those that leave soon or are suspected; if there is none either, those that are avoided.
+
+        Args:
+            tried: Hosts that are out of the question.
+            healthy: Rather none than one that is suspected or avoided.
+        """
+        avoids, suspects = self._breaker.avoids, self._suspects
+        best: list[Contact] = []
+        best_rank = 2 if healthy else 4
+        for replica in self._replicas.get(uid, ()):
+            peer_id = replica.contact.peer_id
+            if peer_id in tried:
+                continue
+            rank = 3 if avoids(peer_id) else 2 if peer_id in suspects else 1 if replica.leaving else 0
+            if rank < best_rank:
+                best, best_rank = [replica.contact], rank
+            elif rank == best_rank and best:
+                best.append(replica.contact)
+        return best
+
     def next_host(self, uid: str, tried: Sequence[PeerId]) -> Contact | None:
         """The best replica's host that was not tried, one that is not avoided before one that is."""
-        left = [r.contact for r in self._replicas.get(uid, ()) if r.contact.peer_id not in tried]
-        for contact in left:
-            if not self._breaker.avoids(contact.peer_id):
-                return contact
-        return left[0] if left else None
+        found = self.candidates(uid, tried)
+        return found[0] if found else None
+
+    def has_other(self, uid: str, peer_id: PeerId) -> bool:
+        """Whether another host than this one holds the expert too."""
+        return any(r.contact.peer_id != peer_id for r in self._replicas.get(uid, ()))
 
     def live_uids(self, grid: str) -> list[str]:
         """Experts with a replica whose host is not avoided, in row-major order. Raises `UnknownExpertError`."""
@@ -208,6 +247,7 @@ class ExpertDirectory:
 
     def mark_failed(self, peer_id: PeerId, reason: str) -> None:
         """A call to the peer failed: avoid it until a trial call succeeds."""
+        self._suspects.pop(peer_id, None)
         pause_s = self._breaker.failed(peer_id, self._endpoint.runtime.clock.time())
         if pause_s is not None:
             self._live_changed()
@@ -215,9 +255,20 @@ class ExpertDirectory:
 
     def mark_answered(self, peer_id: PeerId) -> None:
         """The peer answered a call."""
-        if self._breaker.avoids(peer_id) and self._breaker.succeeded(peer_id):
+        self._suspects.pop(peer_id, None)
+        if self._breaker.avoids(peer_id) and self._breaker.succeeded(peer_id, self._endpoint.runtime.clock.time()):
             self._live_changed()
             self._endpoint.runtime.emit(PeerTrusted(peer=str(peer_id)))
+
+    def mark_stalled(self, contact: Contact) -> None:
+        """The peer let a call wait that another one answered: find out at once whether it is alive."""
+        peer_id = contact.peer_id
+        if self._closed or peer_id in self._suspects or self._breaker.avoids(peer_id):
+            return
+        self._suspects[peer_id] = None
+        if len(self._suspects) > MAX_SUSPECTS:
+            del self._suspects[next(iter(self._suspects))]
+        self._start_probe(contact)
 
     def mark_gone(self, uid: str, peer_id: PeerId) -> None:
         """The peer says that it does not hold this expert: forget the replica until it is announced again."""
@@ -268,9 +319,11 @@ class ExpertDirectory:
 
     def _rebuild(self) -> None:
         replicas: dict[str, tuple[Replica, ...]] = {}
+        now_s = self._endpoint.runtime.clock.time()
         for name in self._grids:
             holders: dict[str, dict[PeerId, HostRecord]] = {}
             for host in merge_records(k.record for k in self._known[name].values()):
+                self._loads.announced(host.peer_id, host.queue_s, host.throughput, now_s)
                 for uid in host.experts:
                     if uid in self._index[name]:
                         holders.setdefault(uid, {})[host.peer_id] = host
@@ -278,7 +331,7 @@ class ExpertDirectory:
                 ordered = [by_id[p] for p in rendezvous_order(uid, by_id)] if len(by_id) > 1 else list(by_id.values())
                 ordered.sort(key=lambda host: host.leaving)
                 replicas[uid] = tuple(
-                    Replica(Contact(h.peer_id, h.addresses), h.experts[uid], h.queue_s) for h in ordered
+                    Replica(Contact(h.peer_id, h.addresses), h.experts[uid], h.queue_s, h.leaving) for h in ordered
                 )
         self._replicas = replicas
         self._live_changed()
@@ -292,15 +345,22 @@ class ExpertDirectory:
 
     async def _probe_due(self) -> None:
         """Half-open: one small call to each avoided peer whose pause is over."""
-        due = self._breaker.take_due(self._endpoint.runtime.clock.time())
-        if not due:
-            return
+        now_s = self._endpoint.runtime.clock.time()
+        due = self._breaker.take_due(now_s)
         contacts = {r.contact.peer_id: r.contact for held in self._replicas.values() for r in held}
         for peer_id in due:
             if peer_id in contacts:
-                self._endpoint.runtime.spawn(self._probe_one(contacts[peer_id]), "expert-probe")
+                self._start_probe(contacts[peer_id])
             else:
                 self._breaker.forget(peer_id)
+        others = [p for p in contacts if not self._breaker.avoids(p) and p not in self._suspects]
+        for peer_id in self._loads.slow(others, now_s, self._config.directory_refresh_s)[:MEASURED_AT_ONCE]:
+            self._start_probe(contacts[peer_id])
+
+    def _start_probe(self, contact: Contact) -> None:
+        if contact.peer_id not in self._probing:
+            self._probing[contact.peer_id] = None
+            self._endpoint.runtime.spawn(self._probe_one(contact), "expert-probe")
 
     async def _probe_one(self, contact: Contact) -> None:
         try:
@@ -309,6 +369,8 @@ class ExpertDirectory:
             if error.remote is None:
                 self.mark_failed(contact.peer_id, f"A trial call failed: {error.message}")
                 return
+        finally:
+            self._probing.pop(contact.peer_id, None)
         self.mark_answered(contact.peer_id)
 
     # Waiting

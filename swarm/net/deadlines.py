@@ -33,13 +33,14 @@ def size_class(size_bytes: int) -> int:
 class _Samples:
     """The last samples of one key, in order of arrival and of size, and the deadline learned from them."""
 
-    __slots__ = ("arrived", "backoff_s", "learned_s", "oldest", "ordered", "unlearned")
+    __slots__ = ("arrived", "backoff_s", "learned_s", "oldest", "ordered", "p95_s", "unlearned")
 
     def __init__(self) -> None:
         self.arrived: list[float] = []  # a ring once it is full; a deque would take more memory than all else
         self.oldest = 0
         self.ordered: list[float] = []
         self.learned_s = 0.0
+        self.p95_s = 0.0
         self.unlearned = 0
         self.backoff_s = 0.0
 
@@ -61,6 +62,7 @@ class _Samples:
             median = values[len(values) // 2]
             mad = sorted(abs(v - median) for v in values)[len(values) // 2]
             p99 = values[-(-99 * len(values) // 100) - 1]
+            self.p95_s = values[-(-95 * len(values) // 100) - 1]
             self.learned_s = max(median + _MAD_FACTOR * mad, 2 * median, p99)
         return self.learned_s
 
@@ -113,6 +115,14 @@ class Deadlines:
         samples = self._samples(peer_id, path, size_bytes)
         samples.add(2 * deadline)
         samples.backoff_s = 2 * deadline
+
+    def p95_s(self, peer_id: PeerId, path: str, size_bytes: int = 0) -> float | None:
+        """The 95th percentile of the answer times of such calls; none until there are enough of them."""
+        samples = self._windows.get((peer_id, path, size_class(size_bytes)))
+        if samples is None or len(samples.ordered) < MIN_SAMPLES:
+            return None
+        samples.deadline_s()
+        return samples.p95_s
 
     def latency_s(self, peer_id: PeerId, path: str) -> float | None:
         """Moving average of the answer times of this method, over all sizes; none before the first answer."""

@@ -106,7 +106,9 @@ class FakeHost:
             await asyncio.sleep(1e4)
         if action == "slow":
             await asyncio.sleep(1.0)
-        if action == "garbage":
+        if action == "late_garbage":
+            await asyncio.sleep(0.3)
+        if action in ("garbage", "late_garbage"):
             return b"not a frame"
         if isinstance(action, SwarmError):
             raise action

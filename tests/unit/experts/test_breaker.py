@@ -11,9 +11,9 @@ def test_a_failure_opens_and_an_answer_closes() -> None:
     assert b.failed(A, now_s=5.0) == 1.0
     assert b.avoids(A)
     assert not b.avoids(B)
-    assert b.succeeded(A)
+    assert b.succeeded(A, 5.0)
     assert not b.avoids(A)
-    assert not b.succeeded(A)
+    assert not b.succeeded(A, 5.0)
 
 
 def test_a_trial_is_due_once_after_the_pause_which_doubles_up_to_a_limit() -> None:
