@@ -8,12 +8,14 @@ to every dimension of the grid; the router z-loss is that of ST-MoE (Zoph et al.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,17 @@ class ProductKeyGate(nn.Module):
             loss = loss + alive.sum() * (fraction * probability).sum()
         return loss
 
+    def log_probabilities(self, choice: Choice) -> Tensor:
+        """Log of the gate's probability of each chosen expert; carries the gradient. [tokens, k']
+
+        The product over the dimensions of the softmax over coordinates that have live experts: over a grid of one
+        dimension, the softmax over its live experts.
+        """
+        total = choice.scores
+        for logits, alive in zip(choice.logits, choice.live_coordinates, strict=True):
+            total = total - logits.masked_fill(~alive, -torch.inf).logsumexp(-1, keepdim=True)
+        return total
+
     def z_loss(self, choice: Choice) -> Tensor:
         """The sum over dimensions of mean(logsumexp(logits)^2), which keeps logits small."""
         loss = choice.scores.new_zeros(())
@@ -107,11 +120,14 @@ class ProductKeyGate(nn.Module):
 class Dispatch:
     """The chosen (token, slot) pairs sorted by expert, so that each expert's tokens are one contiguous block of rows.
 
+    Pairs that are not sent come last, so that the shapes do not depend on their number: activation checkpointing wants
+    the repeated pass to have those of the first.
+
     Attributes:
         experts: Flat indices of the experts that have tokens, ascending.
         counts: How many rows each of them has.
-        tokens: The token of each row. [rows]
-        positions: Where each row is in the flattened [tokens, k'] choice. [rows]
+        tokens: The token of each row that is sent, and then of those that are not. [tokens * k']
+        positions: Where each of them is in the flattened [tokens, k'] choice. [tokens * k']
     """
 
     experts: tuple[int, ...]
@@ -120,19 +136,38 @@ class Dispatch:
     positions: Tensor
 
     @classmethod
-    def of(cls, choice: Choice) -> Dispatch:
-        """Sort a choice by expert; within an expert tokens keep their order."""
+    def of(cls, choice: Choice, sent: Tensor | None = None) -> Dispatch:
+        """Sort a choice by expert; within an expert tokens keep their order.
+
+        Args:
+            choice: What the gate decided.
+            sent: Which pairs are sent; all by default. [tokens, k'] bool
+        """
         flat = choice.experts.flatten()
+        if sent is not None:
+            flat = flat.masked_fill(~sent.flatten(), torch.iinfo(flat.dtype).max)
         ordered, positions = flat.sort(stable=True)
-        experts, counts = torch.unique_consecutive(ordered, return_counts=True)
+        n_sent = flat.shape[0] if sent is None else int(sent.sum())
+        experts, counts = torch.unique_consecutive(ordered[:n_sent], return_counts=True)
         tokens = positions // max(1, choice.experts.shape[1])
         return cls(tuple(experts.tolist()), tuple(counts.tolist()), tokens, positions)
 
+    @property
+    def sent_tokens(self) -> Tensor:
+        """The token of each row that is sent. [rows]"""
+        return self.tokens[: sum(self.counts)]
+
+    @property
+    def dropped(self) -> int:
+        """How many pairs are not sent."""
+        return self.tokens.shape[0] - sum(self.counts)
+
     def answered_slots(self, answered: Sequence[bool], like: Tensor) -> Tensor:
         """Where in the choice the slot's expert answered (`answered` follows `experts`). Shape of `like`, bool"""
-        if all(answered):
+        if all(answered) and not self.dropped:
             return torch.ones_like(like, dtype=torch.bool)
         rows = torch.tensor(answered, dtype=torch.bool).repeat_interleave(torch.tensor(self.counts)).to(like.device)
+        rows = F.pad(rows, (0, self.dropped))
         return torch.zeros_like(like, dtype=torch.bool).view(-1).index_copy(0, self.positions, rows).view(like.shape)
 
 
@@ -156,12 +191,13 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
     """Mix the experts' answers.
 
     Args:
-        rows: Answers in the order of `dispatch`; rows without an answer are zero. [rows, out]
+        rows: Answers in the order of `dispatch`; rows without an answer are zero. [rows that were sent, out]
         weights: [tokens, k']
 
     Returns:
         [tokens, out]
     """
+    rows = F.pad(rows, (0, 0, 0, dispatch.dropped)) if dispatch.dropped else rows
     weighted = rows * weights.flatten().index_select(0, dispatch.positions).unsqueeze(-1).to(rows.dtype)
     return rows.new_zeros(weights.shape[0], rows.shape[1]).index_add(0, dispatch.tokens, weighted)
 
@@ -169,7 +205,7 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
 class AuxiliaryLoss:
     """Collects a layer's balance and z losses until the training step asks for them.
 
-    Several forward passes in one step add up. Activation checkpointing runs a forward pass twice: what is added while a
+    Several forward passes in one step add up. Each thread has its own: what one adds, only it takes. Activation checkpointing runs a forward pass twice: what is added while a
     backward pass is running is such a repetition, and is left out.
     """
 
@@ -177,20 +213,24 @@ class AuxiliaryLoss:
     """Forward passes kept when nobody asks: older ones are dropped, so that their graphs do not fill the memory."""
 
     def __init__(self) -> None:
-        self._pending: list[Tensor] = []
+        self._local = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> AuxiliaryLoss:
+        return AuxiliaryLoss()  # pending losses hold graphs, which cannot be copied
 
     def add(self, loss: Tensor) -> None:
         if not torch.is_grad_enabled() or _in_backward():
             return
-        self._pending.append(loss)
-        if len(self._pending) > self.MAX_PENDING:
+        pending: list[Tensor] = self._local.__dict__.setdefault("pending", [])
+        pending.append(loss)
+        if len(pending) > self.MAX_PENDING:
             message = f"aux_loss() was not called for {self.MAX_PENDING} forward passes; the oldest is dropped."
             warnings.warn(message, stacklevel=3)
-            del self._pending[: -self.MAX_PENDING]
+            del pending[: -self.MAX_PENDING]
 
     def take(self, like: Tensor) -> Tensor:
         """The sum since the last call (a scalar; zero without forward passes), which starts again from zero."""
-        pending, self._pending = self._pending, []
+        pending = self._local.__dict__.pop("pending", [])
         return torch.stack([loss.to(like.device) for loss in pending]).sum() if pending else like.new_zeros(())
 
 
