@@ -205,8 +205,9 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
 class AuxiliaryLoss:
     """Collects a layer's balance and z losses until the training step asks for them.
 
-    Several forward passes in one step add up. Each thread has its own: what one adds, only it takes. Activation checkpointing runs a forward pass twice: what is added while a
-    backward pass is running is such a repetition, and is left out.
+    Several forward passes in one step add up. Each thread has its own: what one adds, only it takes. Activation
+    checkpointing runs a forward pass twice: what is added while a backward pass is running is such a repetition, and is
+    left out.
     """
 
     MAX_PENDING = 256
