@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from swarm.averaging.allreduce import AllReduce, choose_codecs, make_feedback
+from swarm.averaging.arguments import check_unchanged, checked_key, checked_seconds, checked_tensors, checked_weight
 from swarm.averaging.decisions import Terms
 from swarm.averaging.exchange import Exchange
-from swarm.averaging.gossip import PushSum, Strategy
+from swarm.averaging.gossip import Gossip, PushSum, Strategy
 from swarm.averaging.handle import RoundHandle
 from swarm.averaging.pushing import PushSeat
 from swarm.averaging.rounds import (
@@ -25,13 +26,11 @@ from swarm.averaging.rounds import (
     RoundDegraded,
     RoundFinished,
     RoundReport,
-    checked_weight,
     describe,
 )
 from swarm.averaging.service import AveragingService, Seat
 from swarm.averaging.vector import FlatVector
-from swarm.errors import ClosedError, SchemaMismatchError, UsageError
-from swarm.tensors.aliasing import shares_memory
+from swarm.errors import ClosedError, UsageError
 from swarm.tensors.schema import TensorMeta, schema_hash
 from swarm.tensors.staging import add_all
 
@@ -60,29 +59,23 @@ class Averager:
         strategy: `AllReduce(...)`, `Gossip(...)` or `PushSum(...)`; part of what members must agree on.
 
     Raises:
-        UsageError: No tensors, tensors that cannot be written in place or whose elements share memory, or this peer
-            averages under this key already.
+        UsageError: No tensors, tensors that cannot be written in place or whose elements share memory, a key or a
+            strategy that cannot be, or this peer averages under this key already.
         UnsupportedDtypeError: A tensor is not of a floating dtype that can travel with the strategy's codec.
     """
 
     def __init__(self, peer: AveragingPeer, tensors: Sequence[Tensor], key: str, strategy: Strategy) -> None:
-        if not tensors:
-            raise UsageError("There are no tensors to average.", fix="Pass at least one tensor.")
-        if any(t.layout is not torch.strided or t.is_meta or t.is_inference() for t in tensors):
+        tensors = checked_tensors(tensors)
+        if not isinstance(strategy, AllReduce | Gossip | PushSum):
             raise UsageError(
-                "A tensor cannot be written in place: it is sparse, on the meta device, or from inference mode.",
-                fix="Average dense tensors that hold data.",
+                f"A strategy of type {type(strategy).__name__} cannot be.",
+                fix="Use AllReduce(...), Gossip(...) or PushSum(...).",
             )
-        if shares_memory(tensors):
-            raise UsageError(
-                "Elements of the tensors share memory, so that each cannot have an average of its own.",
-                fix="Pass each tensor once, and clone() what expand() or overlapping views made.",
-            )
-        self.key = key
+        self.key = checked_key(key)
         self.strategy = strategy
         self._service = peer.averaging
         self._endpoint = self._service.endpoint
-        self._tensors = list(tensors)
+        self._tensors = tensors
         metas = [TensorMeta.of(tensor) for tensor in tensors]
         self._verifies = isinstance(strategy, AllReduce) and strategy.verify_parts
         self._codecs = choose_codecs(strategy.codec, strategy.role, metas)
@@ -101,6 +94,7 @@ class Averager:
         """What lossy codecs left out so far; its `state()` belongs into checkpoints. None without error feedback."""
         self._seat: Seat | PushSeat | None = None
         self._busy = threading.Lock()
+        self._background = asyncio.Lock()
         self._closed = False
         if self._endpoint.loop is not None and not _on_a_loop():
             self._endpoint.run_sync(self.open())
@@ -160,12 +154,13 @@ class Averager:
             timeout_s: Cap of the search for a group; the configured window applies below it.
 
         Raises:
-            UsageError: A weight that cannot be, or a round that is still running.
+            UsageError: A weight or timeout that cannot be, or a round that is still running.
+            SchemaMismatchError: A tensor has another shape or dtype than when the averager was made.
             KeyboardInterrupt: Ctrl-C ended a blocking round. Each chunk of tensors that are averaged in place is the
                 average or what it was; other tensors are unchanged. The averager can be used again.
             ClosedError: The averager or its peer is closed.
         """
-        weight = self._start(weight)
+        weight = self._start(weight, timeout_s)
         if wait:
             try:
                 vector = self._to_average(blocking=True)
@@ -181,12 +176,21 @@ class Averager:
         vector = self._to_average(blocking=False)
         self._before = self._before or FlatVector(vector.metas, pinned=self._pinned)
         self._before.copy_from(vector)
-        future = self._endpoint.loop.submit(self.average(vector, weight, timeout_s))
+        future = self._endpoint.loop.submit(self._in_background(vector, weight, timeout_s))
         return RoundHandle(self, future)
+
+    async def _in_background(self, vector: FlatVector, weight: float, timeout_s: float | None) -> Round:
+        async with self._background:
+            return await self.average(vector, weight, timeout_s)
+
+    async def at_rest(self) -> None:
+        """Wait until a background round that was cancelled has let go of its memory."""
+        async with self._background:
+            pass
 
     async def step_async(self, weight: float = 1.0, timeout_s: float | None = None) -> Round:
         """Like `step`, for code on the event loop."""
-        weight = self._start(weight)
+        weight = self._start(weight, timeout_s)
         try:
             vector = self._to_average(blocking=True)
             outcome = await self.average(vector, weight, timeout_s)
@@ -223,8 +227,8 @@ class Averager:
         return await self._prepare(*self._checked_plan(weight_hint, at_s))
 
     def _checked_plan(self, weight_hint: float | None, at_s: float | None) -> tuple[float, float]:
-        plan_s = self._endpoint.config.averaging.matchmaking_s if at_s is None else at_s
-        if not 0 <= plan_s < math.inf:
+        plan_s = checked_seconds(self._endpoint.config.averaging.matchmaking_s if at_s is None else at_s, "A time")
+        if plan_s == math.inf:
             raise UsageError(f"A round in {plan_s} s cannot be prepared.", fix="Use a time that is not negative.")
         return checked_weight(1.0 if weight_hint is None else weight_hint), plan_s
 
@@ -244,12 +248,13 @@ class Averager:
         if self._closed or self._service.closed:
             raise ClosedError("The averager is closed, or its peer.")
 
-    def _start(self, weight: float) -> float:
+    def _start(self, weight: float, timeout_s: float | None) -> float:
         """Begin a round; the checked weight."""
         self._check_open()
         weight = self._checked_weight(weight)
-        if [TensorMeta.of(t) for t in self._tensors] != list(self._vector.metas):
-            raise SchemaMismatchError("A tensor has another shape or dtype than when the averager was made.")
+        if timeout_s is not None:
+            checked_seconds(timeout_s, "A timeout")
+        check_unchanged(self._tensors, self._vector.metas)
         if not self._busy.acquire(blocking=False):
             raise UsageError("A round of this averager is running.", fix="Wait for it, and apply its handle.")
         return weight
@@ -267,6 +272,7 @@ class Averager:
         assert self._before is not None
         try:
             if outcome is not None and outcome.averaged:
+                check_unchanged(self._tensors, self._vector.metas)
                 pairs = zip(self._vector.views(), self._before.views(), strict=True)
                 # In place: memory for the difference would be as large as the tensor, and fresh each time.
                 changes = (torch.sub(after, before, out=before) for after, before in pairs)

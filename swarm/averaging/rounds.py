@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, field
-from typing import SupportsFloat
 
 from swarm.averaging.bandwidth import Rate
-from swarm.errors import UsageError
 from swarm.events import Event
 from swarm.identity import PeerId
 
@@ -192,19 +189,6 @@ def describe(outcome: Outcome) -> str:
             return f"peer {peer[:8]} averages other tensors: schema {theirs[:16]} there, {ours[:16]} here"
         case _:
             return ""
-
-
-def checked_weight(weight: SupportsFloat) -> float:
-    """The weight as a float. Raises `UsageError` unless it is a finite number that is not negative."""
-    fix = "Use a finite number that is not negative."
-    try:
-        # float() would also read strings
-        number = float(weight) if isinstance(weight, SupportsFloat) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
-        raise UsageError(f"A weight of type {type(weight).__name__} is no number: {error}.", fix=fix) from error
-    if not math.isfinite(number) or number < 0:
-        raise UsageError(f"A weight of {number:g} (a {type(weight).__name__}) cannot be.", fix=fix)
-    return number
 
 
 @dataclass(frozen=True, slots=True)

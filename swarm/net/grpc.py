@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from swarm.errors import (
 from swarm.identity import KeyPair, PeerId
 from swarm.net.addresses import LoopbackOnly, announced_addresses, is_loopback, join_address, split_address
 from swarm.net.base import SESSION_KEY, BaseTransport, HeldSession, identity_mismatch, sessions_revoked
+from swarm.net.grpc_channels import Link, Options
 from swarm.net.grpc_status import Ending, abort, is_pin_mismatch, typed_error
 from swarm.net.grpc_stream import ACCEPTED_METADATA, ClientStream, ServerStream
 from swarm.net.hello import HELLO_LIFETIME_S, HELLO_PATH
@@ -43,54 +44,6 @@ from swarm.net.transport import ByteStream, Contact, StreamHandler, StreamMethod
 from swarm.runtime import Runtime
 
 _FRAME_SLACK_BYTES = 64 * KIB
-
-Options = list[tuple[str, Any]]
-
-
-class Link:
-    """Our channels to one peer: one for control calls, and `bulk_connections` for streams, opened when needed."""
-
-    def __init__(self, address: str, certificate: PinnedCertificate, options: Options, bulk: int) -> None:
-        self.peer_id = certificate.peer_id
-        self.certificate = certificate
-        self.active = 0
-        self.streams: dict[ClientStream, None] = {}
-        host, port = split_address(address)
-        self._target = f"dns:///{join_address(host, port)}"
-        self._credentials = grpc.ssl_channel_credentials(root_certificates=certificate.pem)
-        self._options: Options = [*options, ("grpc.ssl_target_name_override", str(certificate.peer_id))]
-        self.control = self._channel()
-        self._bulk: list[aio.Channel] = []
-        self._bulk_limit = bulk
-        self._turn = 0
-        self._unary: dict[str, Callable[..., Any]] = {}
-
-    @property
-    def channels(self) -> int:
-        return 1 + len(self._bulk)
-
-    def _channel(self) -> aio.Channel:
-        return aio.secure_channel(self._target, self._credentials, options=self._options)
-
-    def unary(self, path: str) -> Callable[..., Any]:
-        """The control channel's callable for a unary method."""
-        found = self._unary.get(path)
-        if found is None:
-            found = self._unary[path] = self.control.unary_unary(path)
-        return found
-
-    def stream(self, path: str) -> Callable[..., Any]:
-        """A callable for a stream, on the bulk channels in turn."""
-        self._turn += 1
-        at = self._turn % self._bulk_limit
-        while len(self._bulk) <= at:
-            self._bulk.append(self._channel())
-        return self._bulk[at].stream_stream(path)
-
-    async def close(self) -> None:
-        """Close all channels; running calls on them end as lost."""
-        for channel in (self.control, *self._bulk):
-            await channel.close()
 
 
 class _Line:
@@ -304,7 +257,7 @@ class GrpcTransport(BaseTransport):
         # A connection of its own: the one in use, if any, may carry streams and lead to another address.
         link = self._new_link(address, certificate)
         link.active += 1
-        call: Any = link.control.stream_stream(HELLO_PATH)(timeout=timeout_s)
+        call: Any = link.control.channel.stream_stream(HELLO_PATH)(timeout=timeout_s)
         good = False
         try:
             yield _Line(call, certificate, address, timeout_s)
@@ -327,12 +280,16 @@ class GrpcTransport(BaseTransport):
 
     async def _exchange(self, held: HeldSession, path: str, data: bytes, budget_s: float) -> bytes:
         link = self._link(held)
-        call = link.unary(path)(data, timeout=budget_s, metadata=held.metadata)
-        link.active += 1
+        road, heard = link.control, None
+        call = road.unary(path)(data, timeout=budget_s, metadata=held.metadata)
+        link.begin(road)
         try:
             reply: bytes = await call
+            heard = True
             return reply
         except aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                heard = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
             raise typed_error(error, held.peer_id, path, budget_s) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -340,7 +297,7 @@ class GrpcTransport(BaseTransport):
                 raise ConnectionLostError(f"The connection to peer {held.peer_id.short} was closed.") from None
             raise
         finally:
-            link.active -= 1
+            link.end(road, heard)
 
     @asynccontextmanager
     async def stream(self, to: Contact, method: StreamMethod, *, timeout_s: float) -> AsyncIterator[ByteStream]:
@@ -370,7 +327,7 @@ class GrpcTransport(BaseTransport):
             ("grpc.min_reconnect_backoff_ms", 1000),
             ("grpc.max_reconnect_backoff_ms", 2000),
         ]
-        return Link(address, certificate, options, self.config.transport.bulk_connections)
+        return Link(address, certificate, options, self.config.transport.bulk_connections, self._close_soon)
 
     def _use_link(self, link: Link) -> Link:
         """Make a link the one to its peer; closes the least recently used idle ones beyond the limit."""
@@ -392,7 +349,10 @@ class GrpcTransport(BaseTransport):
     def _drop_link(self, link: Link) -> None:
         if self._links.get(link.peer_id) is link:
             del self._links[link.peer_id]
-        task = asyncio.get_running_loop().create_task(link.close(), name=f"close link {link.peer_id.short}")
+        self._close_soon(link.close(), f"close link {link.peer_id.short}")
+
+    def _close_soon(self, closing: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(closing, name=name)
         self._closing[task] = None
         task.add_done_callback(lambda done: self._closing.pop(done, None))
 

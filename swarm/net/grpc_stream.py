@@ -21,11 +21,13 @@ from swarm.errors import (
     UnknownSessionError,
 )
 from swarm.net.base import HeldSession, guard_stream_chunk
+from swarm.net.grpc_channels import SILENT_S
 from swarm.net.grpc_status import Ending, typed_error
 from swarm.net.transport import ByteStream, Contact
 
 if TYPE_CHECKING:
-    from swarm.net.grpc import GrpcTransport, Link
+    from swarm.net.grpc import GrpcTransport
+    from swarm.net.grpc_channels import Link, Road
 
 ENDED = (aio.AioRpcError, aio.InternalError, asyncio.InvalidStateError, asyncio.CancelledError)
 """What the methods of a call raise when it has ended."""
@@ -79,6 +81,9 @@ class ClientStream(ByteStream):
         self._finished = False
         self._held: HeldSession | None = None
         self._link: Link | None = None
+        self._road: Road | None = None
+        self._heard = False
+        self._begun_s = 0.0
         self._call: Any = None
         self._ending: Ending | None = None
 
@@ -91,9 +96,10 @@ class ClientStream(ByteStream):
         if left_s <= 0:
             raise PeerUnreachableError(f"No time was left for {self._path} after connecting.")
         self._link = transport._link(self._held)
-        self._link.active += 1
+        self._road, self._heard, self._begun_s = self._link.bulk(), False, transport.runtime.clock.time()
+        self._link.begin(self._road)
         self._link.streams[self] = None
-        self._call = self._link.stream(self._path)(timeout=left_s, metadata=self._held.metadata)
+        self._call = self._road.channel.stream_stream(self._path)(timeout=left_s, metadata=self._held.metadata)
         self._ending = Ending(self._call)
         transport.stats.calls_made += 1
 
@@ -134,6 +140,7 @@ class ClientStream(ByteStream):
                     if self._call is call:  # else the sending side has recovered already
                         await self._recover(failure)
                 continue
+            self._heard = True
             if chunk is aio.EOF:
                 return None
             self._unconfirmed = None
@@ -145,8 +152,9 @@ class ClientStream(ByteStream):
         """End the call if it has not ended."""
         if self._call is not None and not self._call.done():
             self._call.cancel()
-        if self._link is not None:
-            self._link.active -= 1
+        if self._link is not None and self._road is not None:
+            lasted_s = self._transport.runtime.clock.time() - self._begun_s
+            self._link.end(self._road, True if self._heard else False if lasted_s >= SILENT_S else None)
             self._link.streams.pop(self, None)
             self._link = None
 
@@ -154,6 +162,7 @@ class ClientStream(ByteStream):
         """Wait until the other side has accepted the stream; what was sent need not be kept after that."""
         call = self._call
         metadata = await call.initial_metadata()
+        self._heard = True
         if any(key == ACCEPTED_METADATA[0][0] for key, _ in metadata):
             self._unconfirmed = None
         else:  # refused: the status follows
@@ -170,7 +179,9 @@ class ClientStream(ByteStream):
         ending = ending or self._ending
         assert ending is not None
         status = await ending.wait()
-        return None if status is None else typed_error(status, self._to.peer_id, self._path, self._timeout_s)
+        failure = None if status is None else typed_error(status, self._to.peer_id, self._path, self._timeout_s)
+        self._heard = self._heard or failure is None or failure.remote is not None
+        return failure
 
     async def _recover(self, error: SwarmError | None) -> None:
         """Open the stream again if it was never accepted and that can help; else raise the error. Holds the lock."""

@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from swarm.errors import UsageError
 from swarm.net.addresses import join_address, split_address
@@ -32,6 +32,8 @@ CONNECT_S = 10.0
 CLOSE_GRACE_S = 1.0
 
 End = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Direction = Literal["up", "down", "both"]
+"""Of the peer behind the link: what it sends, what it receives."""
 
 
 class Link:
@@ -70,6 +72,7 @@ class Link:
         self._address = ""
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._healing: asyncio.TimerHandle | None = None
 
     @property
     def address(self) -> str:
@@ -134,11 +137,30 @@ class Link:
             connection.half_open(self)
         return len(connections)
 
+    def swallow(self, seconds: float | None = None, direction: Direction = "both") -> None:
+        """Lose all that passes in one direction or both, for `seconds` or until `heal`; sockets stay open.
+
+        A connection that lost something stays silent in that direction, also afterwards, as one does whose mapping a
+        NAT has forgotten. Those that carried nothing meanwhile, and new ones, work again.
+        """
+        self.heal()
+        self.up.swallows, self.down.swallows = direction != "down", direction != "up"
+        if seconds is not None:
+            self._healing = asyncio.get_running_loop().call_later(seconds, self.heal)
+
+    def heal(self) -> None:
+        """Lose nothing more."""
+        if self._healing is not None:
+            self._healing.cancel()
+            self._healing = None
+        self.up.swallows = self.down.swallows = False
+
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Listen no more and end all connections, within `grace_s`. Idempotent."""
         if self._server is not None:
             self._server.close()
         self.resume()
+        self.heal()
         for connection in list(self.connections):
             connection.close()
         if self._tasks:
@@ -299,6 +321,8 @@ class _Way:
         self._last_due_s = 0.0
         self._changed = asyncio.Event()
         self.cut = False
+        self.lost = False
+        """Something was swallowed: whatever follows cannot arrive."""
         self.buffered_bytes = 0
         writer.transport.set_write_buffer_limits(high=64 * 1024)
 
@@ -309,6 +333,13 @@ class _Way:
             for link in self._links:
                 await link.flowing.wait()
             data = await self._reader.read(piece_bytes(self._lanes))
+            self.lost = self.lost or any(lane.swallows for lane in self._lanes)
+            if self.lost:
+                if not data:
+                    self.cut = True
+                    self._changed.set()
+                    return
+                continue
             departs_s = clock()
             for lane in self._lanes:
                 departs_s = lane.reserve(departs_s, len(data))
@@ -333,6 +364,8 @@ class _Way:
         clock = asyncio.get_running_loop().time
         while True:
             while not self._under_way:
+                if self.cut:
+                    return
                 self._changed.clear()
                 await self._changed.wait()
             due_s, data = self._under_way[0]

@@ -22,7 +22,7 @@ import psutil
 
 from swarm.errors import ProcessError, SwarmError, UsageError
 from swarm.simulation.children import spawn
-from swarm.simulation.links import Link
+from swarm.simulation.links import Direction, Link
 from swarm.simulation.shaping import Shape
 
 ANSWER_TIMEOUT_S = 20.0
@@ -102,6 +102,10 @@ async def execute(proxy: Proxy, command: dict[str, Any]) -> dict[str, Any]:
             proxy.link(name).stall(arguments.get("seconds"))
         case "resume":
             proxy.link(name).resume()
+        case "swallow":
+            proxy.link(name).swallow(arguments.get("seconds"), arguments.get("direction", "both"))
+        case "heal":
+            proxy.link(name).heal()
         case "reset":
             return {"connections": proxy.link(name).reset()}
         case "half_open":
@@ -203,6 +207,14 @@ class ProxyProcess:
     def resume(self, name: str) -> None:
         """End a stall."""
         self._do("resume", name)
+
+    def swallow(self, name: str, seconds: float | None = None, direction: Direction = "both") -> None:
+        """Lose all that passes a link, for `seconds` or until `heal`; see `Link.swallow`. Returns at once."""
+        self._do("swallow", name, seconds=seconds, direction=direction)
+
+    def heal(self, name: str) -> None:
+        """Swallow nothing more."""
+        self._do("heal", name)
 
     def reset(self, name: str) -> int:
         """Break all connections through a link, for both ends; how many there were."""

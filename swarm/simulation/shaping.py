@@ -55,11 +55,13 @@ class Lane:
     Attributes:
         rate: Bytes a second; none = no limit.
         nbytes: What has passed.
+        swallows: Whether all that comes is lost.
     """
 
     def __init__(self, mbit: float | None = None) -> None:
         self.rate: float | None = None
         self.nbytes = 0
+        self.swallows = False
         self._free_s = -math.inf
         self.set(mbit)
 

@@ -12,15 +12,17 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.service import AveragingService
 from swarm.config import PeerConfig
 from swarm.endpoint import Endpoint
-from swarm.errors import NetworkError, UsageError
+from swarm.errors import CallTimeoutError, NetworkError, UsageError
 from swarm.identity import KeyPair
-from swarm.net.transport import Contact, Transport, UnaryMethod
+from swarm.net.transport import ByteStream, Contact, StreamMethod, Transport, UnaryMethod
 from swarm.pb.averaging_pb2 import AveragingAck
+from swarm.simulation.links import Direction
 from swarm.simulation.proxy import ProxyProcess, free_port
 from swarm.simulation.pytest_plugin import LocalSwarmFactory
 from tests.support import GrpcWorld
 
 ECHO = UnaryMethod("/test.Links/Echo", AveragingAck, AveragingAck)
+PIPE = StreamMethod("/test.Links/Pipe")
 
 
 def behind(proxy: ProxyProcess, name: str, **shape: float) -> PeerConfig:
@@ -60,6 +62,53 @@ def test_calls_through_a_link_are_late_and_survive_resets_and_stalls(grpc_world:
             assert await call() >= 0.060
             proxy.stall("far", seconds=0.3)
             assert await call() >= 0.2
+
+        grpc_world.run(main)
+
+
+@pytest.mark.parametrize("direction", ["up", "down", "both"])
+def test_a_connection_that_fell_silent_is_replaced_after_two_calls(grpc_world: GrpcWorld, direction: Direction) -> None:
+    with ProxyProcess() as proxy:
+        config = behind(proxy, "far")
+
+        async def main() -> None:
+            server = await grpc_world.transport(config=config)
+            client: Transport = await grpc_world.transport()
+            contact = Contact(server.peer_id, server.contact.addresses)
+
+            async def echo(context: object, request: AveragingAck) -> AveragingAck:
+                return request
+
+            async def echo_stream(context: object, stream: ByteStream) -> None:
+                async for chunk in stream:
+                    await stream.send(chunk)
+
+            server.serve(ECHO, echo)
+            server.serve_stream(PIPE, echo_stream)
+
+            async def call() -> None:
+                await client.call(contact, ECHO, AveragingAck(), timeout_s=0.3)
+
+            async def pipe() -> bytes | None:
+                async with asyncio.timeout(0.4), client.stream(contact, PIPE, timeout_s=20.0) as stream:
+                    await stream.send(b"x")
+                    return await stream.receive()
+
+            await client.call(contact, ECHO, AveragingAck(), timeout_s=5.0)
+            assert await pipe() == b"x"
+            async with client.stream(contact, PIPE, timeout_s=20.0) as running:
+                proxy.swallow("far", direction=direction)
+                for _ in range(2):
+                    with pytest.raises(CallTimeoutError):
+                        await call()
+                    with pytest.raises(TimeoutError):
+                        await pipe()
+                proxy.heal("far")
+                assert client._links[server.peer_id].channels == 3, "the stream that runs keeps its channel"  # type: ignore[attr-defined]
+                await client.call(contact, ECHO, AveragingAck(), timeout_s=5.0)
+                assert await pipe() == b"x"
+                await running.finish()
+            assert client._links[server.peer_id].channels == 2  # type: ignore[attr-defined]
 
         grpc_world.run(main)
 

@@ -3,7 +3,8 @@
     pytest tests/long/test_averaging_soak.py -s
 
 `SWARM_SOAK_ROUNDS` sets how many rounds (2,000). Members are killed in the middle of a round and started again, links
-stall for longer than the group waits, connections are reset, and values are not finite.
+stall for longer than the group waits or lose all that passes while connections stay open, connections are reset, and
+values are not finite.
 """
 
 import os
@@ -22,7 +23,7 @@ from swarm.simulation.status import read_json_lines
 
 ROUNDS = int(os.environ.get("SWARM_SOAK_ROUNDS", "2000"))
 NUMEL = 64 * 1024  # 256 KiB
-FAILURES = ("reset", "stall", "spoil", "kill")
+FAILURES = ("reset", "stall", "spoil", "half_open", "kill")
 EVERY = 10  # rounds from one failure to the next
 MIB = 1024 * 1024
 MAY_GROW_BYTES, MAY_GROW_HANDLES = 12 * MIB, 12
@@ -53,6 +54,8 @@ def fail(s: LocalSwarm, kind: str, rng: random.Random, folder: Path) -> None:
             s.links.reset(victim)
         case "stall":
             s.links.stall(victim, seconds=1.0)
+        case "half_open":
+            s.links.swallow(victim, seconds=1.0, direction=rng.choice(["up", "down", "both"]))
         case "spoil":
             (folder / f"{victim}.spoil").touch()
         case "kill":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from swarm.averaging.allreduce import AllReduce
+from swarm.averaging.arguments import checked_key, checked_tensors, checked_weight
 from swarm.averaging.averager import Averager
 from swarm.averaging.gossip import PushSum
-from swarm.averaging.rounds import Alone, checked_weight
+from swarm.averaging.rounds import Alone, Group
 from swarm.averaging.service import AveragingService
-from swarm.errors import UsageError
-from tests.support import MemoryWorld
+from swarm.errors import SchemaMismatchError, UnsupportedDtypeError, UsageError
+from swarm.net.loop import loop_thread
+from tests.support import GrpcWorld, MemoryWorld
 
 SHARED = torch.zeros(12)
 
@@ -106,3 +110,92 @@ def test_push_sum_takes_no_other_weight_than_one(memory_world: MemoryWorld) -> N
 def test_numbers_of_any_kind_are_weights(weight: Any) -> None:
     assert checked_weight(weight) == float(weight)
     assert type(checked_weight(weight)) is float
+
+
+@pytest.mark.parametrize("key", ["", "k" * 256, "\ud800", None, 5, b"k"])
+def test_keys_that_cannot_travel_are_refused(key: Any) -> None:
+    with pytest.raises(UsageError, match="key"):
+        checked_key(key)
+
+
+@pytest.mark.parametrize("key", ["a/b", "ключ 🙂", "a\0b", " ", "\n", "../..", "k" * 255])
+def test_any_other_text_is_a_key(key: str, memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        averager = Averager(Mate(AveragingService(await memory_world.endpoint())), [torch.ones(2)], key, AllReduce())
+        assert isinstance((await averager.step_async()).outcome, Alone)
+        await averager.aclose()
+
+    memory_world.run(body)
+
+
+@pytest.mark.parametrize(
+    "tensors", [None, [], torch.ones(3, 2), [None], [np.ones(3)], "abc", {"a": torch.ones(3)}, [torch.ones(2), 1.0]]
+)
+def test_whatever_is_no_list_of_tensors_is_refused(tensors: Any) -> None:
+    with pytest.raises(UsageError):
+        checked_tensors(tensors)
+
+
+def test_tensors_may_come_from_an_iterator() -> None:
+    model = nn.Linear(2, 3)
+    assert [t.shape for t in checked_tensors(model.parameters())] == [(3, 2), (3,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_dtypes_without_averages_are_refused(dtype: torch.dtype, memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        with pytest.raises(UnsupportedDtypeError):
+            Averager(Mate(AveragingService(await memory_world.endpoint())), [torch.ones(3).to(dtype)], "k", AllReduce())
+
+    memory_world.run(body)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", None, AllReduce, 5])
+def test_whatever_is_no_strategy_is_refused(strategy: Any, memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        with pytest.raises(UsageError, match="strategy"):
+            Averager(Mate(AveragingService(await memory_world.endpoint())), [torch.ones(3)], "k", strategy)
+
+    memory_world.run(body)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, "x", 1j, [1.0]])
+def test_times_that_cannot_be_are_refused(seconds: Any, memory_world: MemoryWorld) -> None:
+    async def body() -> None:
+        averager = Averager(Mate(AveragingService(await memory_world.endpoint())), [torch.ones(2)], "k", AllReduce())
+        with pytest.raises(UsageError):
+            await averager.step_async(timeout_s=seconds)
+        with pytest.raises(UsageError):
+            await averager.prepare_async(at_s=seconds)
+        assert isinstance((await averager.step_async(timeout_s=math.inf)).outcome, Alone), "it can still be used"
+
+    memory_world.run(body)
+
+
+def test_tensors_that_changed_shape_during_a_background_round_are_left_as_they_are(grpc_world: GrpcWorld) -> None:
+    async def endpoint() -> AveragingService:
+        made = await grpc_world.endpoint()
+        made.loop = loop_thread()
+        return AveragingService(made)
+
+    service = loop_thread().run(endpoint(), 10)
+    first, second = torch.ones(3), torch.ones(4)
+    averager = Averager(Mate(service), [first, second], "k", AllReduce())
+    handle = averager.step(wait=False)
+    second.resize_(6)
+    outcome = handle.result()
+    handle._future = Future()
+    handle._future.set_result(replace(outcome, outcome=Group("00", 2)))
+    with pytest.raises(SchemaMismatchError, match="shape") as caught:
+        handle.apply()
+    assert caught.value.fix
+    assert torch.equal(first, torch.ones(3)), "all or nothing"
+    with pytest.raises(SchemaMismatchError):
+        averager.step()
+    second.resize_(4)
+    given_up = averager.step(wait=False)
+    given_up.cancel()
+    with pytest.raises(UsageError, match="cancelled"):
+        given_up.apply()
+    assert isinstance(averager.step().outcome, Alone)
+    averager.close()

@@ -206,6 +206,33 @@ def test_a_half_open_connection_tells_the_far_end_nothing() -> None:
     scenario(body)
 
 
+def test_what_is_swallowed_is_lost_and_only_connections_that_lost_something_stay_silent() -> None:
+    async def body(behind: Behind, link: Link) -> None:
+        used, idle = await dial(link), await dial(link)
+        await echoed(used, b"x")
+        await echoed(idle, b"x")
+        link.swallow(direction="up")
+        used[1].write(b"y")
+        await eventually(lambda: any(way.lost for c in link.connections for way in c._ways))
+        link.heal()
+        used[1].write(b"z")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await used[0].read(1)
+        await echoed(idle, b"w")
+        await echoed(await dial(link), b"v")
+        assert not behind.errors
+        link.swallow(seconds=0.05)
+        await eventually(lambda: not link.up.swallows and not link.down.swallows)
+        await echoed(idle, b"u")
+        used[1].close()
+        idle[1].close()
+        behind.ends[0][1].close()  # it was not told that the other end went
+        await eventually(lambda: len(link.connections) == 1)
+
+    scenario(body)
+
+
 def test_a_black_hole_accepts_and_never_reaches_anybody() -> None:
     async def body(behind: Behind, link: Link) -> None:
         ends = await dial(link)
@@ -294,6 +321,10 @@ def test_commands_of_a_proxy_process() -> None:
         await execute(proxy, {"do": "stall", "name": "a", "seconds": 60})
         assert not proxy.link("a").flowing.is_set()
         await execute(proxy, {"do": "resume", "name": "a"})
+        await execute(proxy, {"do": "swallow", "name": "a", "seconds": 60, "direction": "down"})
+        assert (proxy.link("a").up.swallows, proxy.link("a").down.swallows) == (False, True)
+        await execute(proxy, {"do": "heal", "name": "a"})
+        assert not proxy.link("a").down.swallows
         assert await execute(proxy, {"do": "half_open", "name": "a"}) == {"connections": 1}
         await eventually(lambda: bool(behind.errors))
         assert await execute(proxy, {"do": "reset", "name": "a"}) == {"connections": 1}
