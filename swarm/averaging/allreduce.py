@@ -9,13 +9,11 @@ who sent it or the local values, never a mix.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +24,7 @@ from swarm.identity import PeerId
 from swarm.tensors.codecs import Codec, Role, auto
 from swarm.tensors.codecs import codec as find_codec
 from swarm.tensors.feedback import ErrorFeedback
+from swarm.tensors.memory import blank_bytes, peek
 from swarm.tensors.schema import TensorMeta, is_finite
 
 NO_VALUES = b"\0"
@@ -272,13 +271,11 @@ class ChunkReducer:
             mean, total, offenders = self._combine(self._robust, own, rows, segment.codec, malformed)
         else:
             mean, total = self._mean(own, rows, segment.codec, malformed)
-        if self._robust is None and mean is not None and not is_finite(mean):
-            bad = [row for row in rows if not is_finite(self._values(own, row[2], segment.codec))]
-            offenders = tuple(row[0] for row in bad)
-            rows = [row for row in rows if row[0] not in offenders]
-            mean, total = self._mean(own, rows, segment.codec, malformed) if bad else (None, 0.0)
-            if mean is not None and not is_finite(mean):
-                mean = None
+            if mean is None and rows:
+                bad = [row for row in rows if not is_finite(self._values(own, row[2], segment.codec))]
+                offenders = tuple(row[0] for row in bad)
+                rows = [row for row in rows if row[0] not in offenders]
+                mean, total = self._mean(own, rows, segment.codec, malformed) if bad else (None, 0.0)
         if mean is None:
             return Reduced(None, (), offenders, tuple(malformed))
         encoded = self._conclude(chunk, segment.codec, mean, total, rng, write)
@@ -290,25 +287,43 @@ class ChunkReducer:
         self, chunk: Chunk, codec: Codec, mean: Tensor, total: float, rng: int | None, write: bool
     ) -> bytes | None:
         """Encode an average, keep what that leaves out, and write what everybody decodes."""
-        dtype = self._vector.segments[chunk.segment].dtype
-        feedback = self._feedback
-        if feedback is not None:
-            feedback.add_to_mean(chunk.segment, chunk.start, mean, total)
+        vector, feedback = self._vector, self._feedback
+        dtype = vector.segments[chunk.segment].dtype
         if codec.is_copy:
             applied = mean.to(dtype)
-            encoded = bytes(codec.encode(applied))
-        else:
-            encoded = bytes(codec.encode(mean, rng=rng))
-            applied = self._take("applied", chunk.numel, dtype)
-            codec.decode_into(peek(encoded), applied)
-        may_overflow = feedback is not None or (codec.is_copy and applied is not mean)
-        if may_overflow and not is_finite(applied):
-            return None  # with the residual, or in a dtype narrower than the sum's
-        if feedback is not None:
-            feedback.reduced(chunk.segment, chunk.start, mean, total, applied)
-        if write:
-            self._vector.write(chunk, applied)
+            if applied is not mean and not is_finite(applied):
+                return None  # in a dtype narrower than the sum's
+            if write:
+                vector.write(chunk, applied)
+            return bytes(codec.encode(applied))
+        held = feedback if feedback is not None and feedback.covers(chunk.segment) else None
+        encoded, memory = blank_bytes(codec.encoded_nbytes(chunk.numel, dtype))
+        for tile, span, place in codec.spans(chunk.numel, dtype):
+            if held is not None:
+                held.add_to_mean(chunk.segment, chunk.start + span.start, mean[span], total)
+            codec.encode_into(mean[span], memory[place], rng=rng, tile=tile)
+        if held is None:
+            if write:
+                vector.decode(chunk, memory)
+            return encoded
+        if not self._is_finite(memory, chunk.numel, dtype, codec):
+            return None  # with the residual
+        view = vector.view(chunk) if write else None
+        into = view if view is not None else self._take("applied", chunk.numel, dtype)
+        for _, span, place in codec.spans(chunk.numel, dtype):
+            codec.decode_into(memory[place], into[span])
+            held.reduced(chunk.segment, chunk.start + span.start, mean[span], total, into[span])
+        if write and view is None:
+            vector.write(chunk, into)
         return encoded
+
+    def _is_finite(self, encoded: Tensor, numel: int, dtype: torch.dtype, codec: Codec) -> bool:
+        finite = codec.finite(encoded, numel, dtype)
+        if finite is None:
+            decoded = self._take("applied", numel, dtype)
+            codec.decode_into(encoded, decoded)
+            finite = is_finite(decoded)
+        return finite
 
     def _combine(
         self, robust: RobustReducer, own: Tensor, rows: list[Values], codec: Codec, malformed: list[PeerId]
@@ -343,7 +358,10 @@ class ChunkReducer:
     def _mean(
         self, own: Tensor, rows: list[Values], codec: Codec, malformed: list[PeerId]
     ) -> tuple[Tensor | None, float]:
-        """The weighted mean in scratch memory, and the total weight. Removes rows that cannot be decoded."""
+        """The weighted mean in scratch memory, none if it is not finite, and the total weight.
+
+        Removes rows that cannot be decoded.
+        """
         wide = torch.float64 if own.dtype == torch.float64 else torch.float32
         while rows:
             total = sum(weight for _, weight, _ in rows)
@@ -354,35 +372,46 @@ class ChunkReducer:
             acc = self._take("sum", own.numel(), wide)
             uniform = all(weight == rows[0][1] for _, weight, _ in rows)
             factors = [1.0 if uniform else weight * scale / total for _, weight, _ in rows]
-            broken = self._sum(acc, own, rows, factors, codec)
-            if broken is None:
-                return acc.mul_(1.0 / len(rows)) if uniform and len(rows) > 1 else acc, min(total / scale, 1e300)
-            assert broken[0] is not None
-            malformed.append(broken[0])
-            rows.remove(broken)
+            payloads = [None if row[2] is None else peek(row[2]) for row in rows]
+            broken, finite = -1, True
+            for _, span, place in codec.spans(own.numel(), own.dtype):
+                pieces = [None if payload is None else payload[place] for payload in payloads]
+                broken = self._sum(acc[span], own[span], pieces, factors, codec)
+                if broken >= 0:
+                    break
+                if uniform and len(rows) > 1:
+                    acc[span].mul_(1.0 / len(rows))
+                finite = finite and is_finite(acc[span])
+            if broken < 0:
+                return acc if finite else None, min(total / scale, 1e300)
+            sender = rows.pop(broken)[0]
+            assert sender is not None
+            malformed.append(sender)
         return None, 0.0
 
     def _sum(
-        self, acc: Tensor, own: Tensor, rows: Sequence[Values], factors: Sequence[float], codec: Codec
-    ) -> Values | None:
-        """`acc` = sum of factor * values; the row that cannot be decoded, if there is one."""
-        rest = list(zip(rows, factors, strict=True))
-        if rows[0][2] is None:
-            (_, factor), *rest = rest
-            if rest and factor == 1.0 and codec.is_copy and own.dtype == acc.dtype:
-                (row, factor), *rest = rest
-                torch.add(own, self._values(own, row[2], codec), alpha=factor, out=acc)
+        self, acc: Tensor, own: Tensor, rows: Sequence[Tensor | None], factors: Sequence[float], codec: Codec
+    ) -> int:
+        """`acc` = sum of factor * values of one tile; which row cannot be decoded, or -1. `own` stands for None."""
+        done = 0
+        if rows[0] is None:
+            done = 1
+            second = rows[1] if len(rows) > 1 else None
+            if second is not None and factors[0] == 1.0 and codec.is_copy and own.dtype == acc.dtype:
+                torch.add(own, second.view(own.dtype), alpha=factors[1], out=acc)
+                done = 2
             else:
-                acc.copy_(own).mul_(factor) if factor != 1.0 else acc.copy_(own)
+                acc.copy_(own).mul_(factors[0]) if factors[0] != 1.0 else acc.copy_(own)
         else:
             acc.zero_()
-        for row, factor in rest:
-            assert row[2] is not None
+        for index in range(done, len(rows)):
+            row = rows[index]
+            assert row is not None
             try:
-                codec.decode_add(peek(row[2]), own.dtype, acc, factor)
+                codec.decode_add(row, own.dtype, acc, factors[index])
             except MalformedFrameError:
-                return row
-        return None
+                return index
+        return -1
 
     def _values(self, own: Tensor, payload: bytes | None, codec: Codec) -> Tensor:
         if payload is None:
@@ -400,12 +429,3 @@ class ChunkReducer:
         if held is None or held.numel() < numel:
             held = self._scratch[key] = torch.empty(numel, dtype=dtype)
         return held[:numel]
-
-
-def peek(payload: bytes) -> Tensor:
-    """The payload's own memory as a 1-d uint8 tensor: only for reading, and only while the payload is held.
-
-    torch takes no read-only buffers without a warning, and a copy of every chunk costs as much as its conversion.
-    """
-    pointer = ctypes.cast(ctypes.c_char_p(payload), ctypes.POINTER(ctypes.c_uint8))
-    return torch.from_numpy(np.ctypeslib.as_array(pointer, shape=(len(payload),)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarm.averaging.agreement import checksum
-from swarm.averaging.allreduce import NO_VALUES, WINDOW_CHUNKS, ChunkReducer, peek, rounding_seed
+from swarm.averaging.allreduce import NO_VALUES, WINDOW_CHUNKS, ChunkReducer, rounding_seed
 from swarm.averaging.probation import Offence
 from swarm.averaging.reducing import agreed_chunks, network_errors
 from swarm.averaging.shared import EXCHANGE, Part, Shared, Signal
@@ -32,6 +32,7 @@ from swarm.errors import ConnectionLostError, MalformedFrameError, NoGroupError,
 from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, Contact
 from swarm.pb.averaging_pb2 import ExchangeHello
+from swarm.tensors.memory import peek
 from swarm.tensors.schema import is_finite
 
 _PATIENCE = 4.0

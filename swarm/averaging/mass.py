@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm.averaging.allreduce import peek
 from swarm.averaging.vector import Chunk, FlatVector
 from swarm.errors import MalformedFrameError, NonFiniteError
+from swarm.tensors.memory import peek
 from swarm.tensors.schema import is_finite
 
 
@@ -55,7 +55,7 @@ class Mass:
         for chunk in self.chunks:
             segment = self.segments[chunk.segment]
             values = vector.read(chunk)
-            payload = bytes(segment.codec.encode(values))
+            payload = segment.codec.encode_bytes(values)
             encoded.append(payload)
             if not segment.codec.exact(segment.dtype):
                 decoded = torch.empty_like(values)

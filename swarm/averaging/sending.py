@@ -11,7 +11,7 @@ import math
 import torch
 
 from swarm.averaging.agreement import checksum
-from swarm.averaging.allreduce import NO_VALUES, NOT_COUNTED, peek
+from swarm.averaging.allreduce import NO_VALUES, NOT_COUNTED
 from swarm.averaging.probation import Offence
 from swarm.averaging.reducing import network_errors
 from swarm.averaging.shared import EXCHANGE, Part, Shared
@@ -19,6 +19,7 @@ from swarm.averaging.vector import Chunk
 from swarm.averaging.verification import Statement, digest
 from swarm.errors import ConnectionLostError, MalformedFrameError, NoGroupError, PeerUnreachableError, SwarmError
 from swarm.net.transport import ByteStream, Contact
+from swarm.tensors.memory import peek
 from swarm.tensors.schema import is_finite
 
 DOWN = "/down"
@@ -178,17 +179,22 @@ class PartClient:
         """Write an average. False if it is not finite: local values stand."""
         shared, part = self._shared, self._part
         chunk = part.chunks[index]
-        codec, dtype = shared.codec(chunk), shared.vector.segments[chunk.segment].dtype
-        values = codec.elements(peek(payload), dtype)
-        if values is None:
+        codec, dtype, encoded = shared.codec(chunk), shared.vector.segments[chunk.segment].dtype, peek(payload)
+        values = None
+        finite = codec.finite(encoded, chunk.numel, dtype)
+        if finite is None:
             values = torch.empty(chunk.numel, dtype=dtype)
-            codec.decode_into(peek(payload), values)
-        if not is_finite(values):
+            codec.decode_into(encoded, values)
+            finite = is_finite(values)
+        if not finite:
             return False
         sent = self._sent.pop(index, None)
         if sent is not None and counted and shared.feedback is not None and sent != NO_VALUES:
             before = shared.vector.read(chunk)
             shared.feedback.counted(chunk.segment, chunk.start, before, shared.weight, codec, peek(sent))
-        shared.vector.write(chunk, values)
+        if values is None:
+            shared.vector.decode(chunk, encoded)
+        else:
+            shared.vector.write(chunk, values)
         part.tally.averaged(index, checksum(payload))
         return True

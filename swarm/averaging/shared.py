@@ -22,7 +22,9 @@ from swarm.net.transport import StreamMethod, Transport
 from swarm.pb.averaging_pb2 import ExchangeHello
 from swarm.runtime import Runtime
 from swarm.tensors.codecs import Codec
-from swarm.tensors.feedback import ErrorFeedback
+from swarm.tensors.codecs.scratch import scratch
+from swarm.tensors.feedback import ErrorFeedback, wide
+from swarm.tensors.memory import blank_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -148,12 +150,20 @@ class Shared:
 
     def encode(self, part: Part, index: int) -> bytes:
         """This member's values of a chunk as they travel, with what feedback held back."""
-        chunk = part.chunks[index]
-        values = self.vector.read(chunk)
-        if self.feedback is not None:
-            values = self.feedback.compensated(chunk.segment, chunk.start, values, self.weight)
+        chunk, feedback = part.chunks[index], self.feedback
+        codec, values = self.codec(chunk), self.vector.read(chunk)
         seed = rounding_seed(self.seal.nonce, self.place, part.number, index) if self.stochastic else None
-        return bytes(self.codec(chunk).encode(values, rng=seed))
+        if codec.is_copy:
+            return bytes(codec.encode(values))
+        if feedback is None or not feedback.covers(chunk.segment):
+            return codec.encode_bytes(values, rng=seed)
+        payload, memory = blank_bytes(self.encoded_nbytes(chunk))
+        for tile, span, place in codec.spans(chunk.numel, values.dtype):
+            piece = values[span]
+            into = scratch("compensated", piece.numel(), wide(piece.dtype))
+            piece = feedback.compensated(chunk.segment, chunk.start + span.start, piece, self.weight, into)
+            codec.encode_into(piece, memory[place], rng=seed, tile=tile)
+        return payload
 
     def hello(self, chunks: int, check: bool = False) -> ExchangeHello:
         """What a stream to another member begins with."""

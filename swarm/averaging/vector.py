@@ -166,6 +166,27 @@ class FlatVector:
         pieces = list(self._covering(chunk))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def view(self, chunk: Chunk) -> Tensor | None:
+        """A chunk's own memory (1-d, writable), if it is of one piece."""
+        pieces = list(self._covering(chunk))
+        return pieces[0] if len(pieces) == 1 else None
+
+    def decode(self, chunk: Chunk, encoded: Tensor) -> None:
+        """Replace a chunk's values by what bytes of its codec (1-d uint8) decode to.
+
+        Raises:
+            MalformedFrameError: No encoder writes such bytes. The values are as they were.
+        """
+        segment = self.segments[chunk.segment]
+        values = segment.codec.elements(encoded, segment.dtype)
+        if values is None:
+            view = self.view(chunk)
+            values = view if view is not None else torch.empty(chunk.numel, dtype=segment.dtype)
+            segment.codec.decode_into(encoded, values)
+            if view is not None:
+                return
+        self.write(chunk, values)
+
     def write(self, chunk: Chunk, values: Tensor) -> None:
         """Replace a chunk's values (1-d, of any float dtype that the segment's holds)."""
         start = 0

@@ -25,11 +25,17 @@ from torch import Tensor
 
 from swarm.errors import SchemaMismatchError
 from swarm.tensors.codecs import Codec
+from swarm.tensors.codecs.scratch import scratch
 from swarm.tensors.memory import allocate
 from swarm.tensors.schema import is_finite
 
 _LAYOUT = "layout"
 _SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-15, 1e15
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which values of a dtype are summed: fp32, or fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class ErrorFeedback:
@@ -62,25 +68,26 @@ class ErrorFeedback:
         """The mass held back for elements `start` to `stop` of a segment: a view, fp32."""
         return self._residuals[segment][start:stop]
 
-    def compensated(self, segment: int, start: int, values: Tensor, weight: float) -> Tensor:
+    def compensated(self, segment: int, start: int, values: Tensor, weight: float, out: Tensor | None = None) -> Tensor:
         """What a sender encodes: its values and what it holds back, at least fp32 (1-d). Changes nothing.
 
         Args:
             values: A chunk of the segment from element `start` on (1-d CPU).
             weight: Of this member in this round, more than 0.
+            out: Memory for the sum (of the dtype of `wide`), where there is one.
         """
         if not self._takes(segment, weight):
             return values
         held = self.residual(segment, start, start + values.numel())
-        return torch.add(values, held, alpha=1.0 / weight)
+        return torch.add(values, held, alpha=1.0 / weight, out=out)
 
     def counted(
         self, segment: int, start: int, values: Tensor, weight: float, with_codec: Codec, encoded: Tensor
     ) -> None:
         """A sender learnt that the chunk is in the average: hold back what its encoding left out.
 
-        Call it once, before the average overwrites `values`, and only for a chunk that was counted. Without a finite
-        result (values that are not, and so were left out) what is held stays as it was.
+        Call it once, before the average overwrites `values`, and only for a chunk that was counted. Where a tile of it
+        has no finite result (values that are not, and so were left out), what is held there stays as it was.
 
         Args:
             values, weight: As given to `compensated`.
@@ -89,10 +96,13 @@ class ErrorFeedback:
         if not self._takes(segment, weight):
             return
         held = self.residual(segment, start, start + values.numel())
-        after = torch.add(held, values, alpha=weight).float()
-        with_codec.decode_add(encoded, values.dtype, after, -weight)
-        if is_finite(after):
-            held.copy_(after)
+        for _, span, place in with_codec.spans(values.numel(), values.dtype):
+            part = values[span]
+            after = torch.add(held[span], part, alpha=weight, out=scratch("after", part.numel(), wide(part.dtype)))
+            after = after.float()
+            with_codec.decode_add(encoded[place], part.dtype, after, -weight)
+            if is_finite(after):
+                held[span].copy_(after)
 
     def add_to_mean(self, segment: int, start: int, mean: Tensor, total_weight: float) -> None:
         """A reducer adds what it holds back to the weighted mean (1-d, fp32 or fp64) before it encodes that."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,3 +63,30 @@ def allocate(nbytes: int, pinned: bool = False) -> Tensor:
         if end > start:
             madvise(start, end - start, mmap.MADV_HUGEPAGE)  # only advice: a refusal changes nothing
     return memory
+
+
+def peek(payload: bytes) -> Tensor:
+    """The payload's own memory as a 1-d uint8 tensor: only for reading, and only while the payload is held.
+
+    torch takes no read-only buffers without a warning, and a copy of every chunk costs as much as its conversion.
+    """
+    pointer = ctypes.cast(ctypes.c_char_p(payload), ctypes.POINTER(ctypes.c_uint8))
+    return torch.from_numpy(np.ctypeslib.as_array(pointer, shape=(len(payload),)))
+
+
+def blank_bytes(nbytes: int) -> tuple[bytes, Tensor]:
+    """New `bytes` of at least one byte, uninitialised, and their memory to be filled before anybody else sees them.
+
+    gRPC sends `bytes` only; to encode elsewhere and copy costs as much again as encoding.
+    """
+    assert nbytes > 0
+    payload = _new_bytes()(None, nbytes)
+    return payload, peek(payload)
+
+
+@lru_cache(maxsize=1)
+def _new_bytes() -> Callable[[None, int], bytes]:
+    function = ctypes.pythonapi.PyBytes_FromStringAndSize
+    function.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+    function.restype = ctypes.py_object
+    return function

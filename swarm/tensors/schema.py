@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgpack
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,9 @@ MAX_DIMS = 64
 _FINITE_BLOCK = 1 << 20
 _FLOAT32_BYTES = 4
 _SUMMED = frozenset((torch.float32, torch.float64))
+_HALF_INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+"""The bits of +infinity: those of a positive number are less, those of NaN are not."""
+_SIGN_BIT = 0x8000
 _FLOAT8 = frozenset(d for n, d in DTYPES.items() if n.startswith("float8"))
 
 
@@ -122,6 +126,8 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinity. About 15 microseconds per MiB; integers are free."""
     if tensor.dtype in _SUMMED and math.isfinite(tensor.sum().item()):
         return True  # the common case, with as few operations as there can be
+    if tensor.device.type == "cpu" and tensor.dtype in _HALF_INFINITY and tensor.numel():
+        return _is_finite_half(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return True
     tensor = tensor.detach()
@@ -136,6 +142,13 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _is_finite_half(tensor: Tensor) -> bool:
+    """The same for fp16 and bf16 on the CPU by their bits: a third of what a sum takes."""
+    infinity = _HALF_INFINITY[tensor.dtype]
+    bits = tensor.detach().resolve_neg().view(torch.int16).numpy()
+    return int(bits.max()) < infinity and int(bits.view(np.uint16).max()) < infinity + _SIGN_BIT
 
 
 def check_finite(tensor: Tensor, what: str) -> None:

@@ -125,8 +125,8 @@ class Nearest(Codec):
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.encoded_nbytes(numel, dtype)
 
-    def encode(self, tensor: Tensor, *, rng: object = None) -> memoryview:
-        return self.inner.encode(tensor)
+    def encode_into(self, flat: Tensor, out: Tensor, *, rng: object = None, tile: int = 0) -> None:
+        self.inner.encode_into(flat, out)
 
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
         self.inner.decode_into(encoded, out)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from swarm.errors import MalformedFrameError, UnsupportedDtypeError
+from swarm.tensors.codecs.scratch import TILE_ELEMENTS
+from swarm.tensors.memory import blank_bytes
+from swarm.tensors.schema import is_finite
 
 Rng = int | torch.Generator | None
 """Randomness of one encoding: a seed, a generator that gives one, or none for rounding to nearest."""
@@ -43,15 +46,17 @@ def saturating_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert between float dtypes so that no finite value becomes infinite; NaN and infinity stay."""
     if tensor.dtype == dtype:
         return tensor
-    cast = tensor.to(dtype)
-    limit = torch.finfo(dtype).max
-    if torch.finfo(tensor.dtype).max <= limit:
-        return cast
-    # A sum of bf16 is accumulated in fp32, and its range is that of fp32; a sum of fp16 would overflow soon.
-    if math.isfinite(cast.sum(dtype=torch.float32 if dtype == torch.float16 else None).item()):
-        return cast
+    return saturating_copy(torch.empty_like(tensor, dtype=dtype), tensor)
+
+
+def saturating_copy(out: Tensor, tensor: Tensor) -> Tensor:
+    """The same into a tensor of the other dtype, which is returned."""
+    out.copy_(tensor)
+    limit = torch.finfo(out.dtype).max
+    if torch.finfo(tensor.dtype).max <= limit or is_finite(out):
+        return out
     wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-    return torch.where(tensor.isinf(), cast, wide.clamp(-limit, limit).to(dtype))
+    return out.copy_(torch.where(tensor.isinf(), out, wide.clamp(-limit, limit).to(out.dtype)))
 
 
 class Codec(ABC):
@@ -82,7 +87,6 @@ class Codec(ABC):
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Exact size of `numel` elements in bytes."""
 
-    @abstractmethod
     def encode(self, tensor: Tensor, *, rng: Rng = None) -> memoryview:
         """Encode any strided tensor, or a whole number of units of one (flat), on any device.
 
@@ -92,6 +96,43 @@ class Codec(ABC):
             rng: Makes rounding stochastic and thereby unbiased, where the codec can: use one seed per piece, since
                 equal seeds give equal noise. A generator is drawn from once per call. None rounds to nearest.
         """
+        flat = device_flat(tensor)
+        out = torch.empty(self.encoded_nbytes(flat.numel(), flat.dtype), dtype=torch.uint8, device=flat.device)
+        self.encode_into(flat, out, rng=rng)
+        return tensor_bytes(out.cpu())
+
+    def encode_bytes(self, tensor: Tensor, *, rng: Rng = None) -> bytes:
+        """The same of a CPU tensor with at least one element, straight into what gRPC can send."""
+        flat = device_flat(tensor)
+        payload, memory = blank_bytes(self.encoded_nbytes(flat.numel(), flat.dtype))
+        self.encode_into(flat, memory, rng=rng)
+        return payload
+
+    @abstractmethod
+    def encode_into(self, flat: Tensor, out: Tensor, *, rng: Rng = None, tile: int = 0) -> None:
+        """Encode a flat contiguous tensor (whole units, or the end of one) into bytes of the right size beside it.
+
+        Args:
+            rng: As for `encode`.
+            tile: The number of the `spans` where `flat` begins, if it is part of what `rng` is the seed of.
+        """
+
+    def spans(self, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, slice, slice]]:
+        """Cut so many elements into tiles whose working memory stays in cache: number, elements, bytes of each."""
+        for tile, start in enumerate(range(0, numel, TILE_ELEMENTS)):
+            stop = min(start + TILE_ELEMENTS, numel)
+            first = self.encoded_nbytes(start, dtype)
+            yield tile, slice(start, stop), slice(first, first + self.encoded_nbytes(stop - start, dtype))
+
+    def finite(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> bool | None:
+        """Whether all of what the bytes (CPU, as for `decode_into`) decode to is finite; none: decode them to know.
+
+        Raises:
+            MalformedFrameError: Not the size of `numel` elements, or no encoder writes such bytes.
+        """
+        self.check_size(encoded.numel(), numel, dtype)
+        elements = self.elements(encoded, dtype)
+        return None if elements is None else is_finite(elements)
 
     @abstractmethod
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:

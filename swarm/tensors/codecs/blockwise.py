@@ -6,6 +6,7 @@ may be shorter.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import lru_cache
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor
 
 from swarm.errors import MalformedFrameError
-from swarm.tensors.codecs.base import FLOATS, Codec, Rng, device_flat, saturating_cast, tensor_bytes
+from swarm.tensors.codecs.base import FLOATS, Codec, Rng, saturating_cast
 from swarm.tensors.codecs.noise import centred_noise, seed_of
 from swarm.tensors.codecs.scratch import TILE_ELEMENTS, scratch
 
 UNIT = 4096
 _ROWS = TILE_ELEMENTS // UNIT
+_LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = 2.0**-126
 """Smallest scale: below it reciprocals overflow."""
 _ROUNDER = 1.5 * 2.0**23
@@ -28,6 +30,10 @@ _ROUNDER = 1.5 * 2.0**23
 _HIGH_HALF = -(1 << 16)
 _SLACK = 2.0**-21
 """Makes scales a little larger, so that noise never carries the largest magnitude beyond the last integer."""
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _work(name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,16 +72,21 @@ class BlockCodec(Codec):
         units, rest = divmod(numel, UNIT)
         return units * self._row_nbytes(UNIT) + (self._row_nbytes(self._padded(rest)) if rest else 0)
 
-    def encode(self, tensor: Tensor, *, rng: Rng = None) -> memoryview:
-        flat, seed = device_flat(tensor), seed_of(rng)
-        out = torch.empty(self.encoded_nbytes(flat.numel(), flat.dtype), dtype=torch.uint8, device=flat.device)
-        for tile, (encoded, values) in enumerate(self._tiles(out, flat)):
-            self._encode_rows(self._widened(values), seed, tile, encoded)
-        return tensor_bytes(out.cpu())
+    def encode_into(self, flat: Tensor, out: Tensor, *, rng: Rng = None, tile: int = 0) -> None:
+        seed = seed_of(rng)
+        for index, (encoded, values) in enumerate(self._tiles(out, flat), tile):
+            self._encode_rows(self._widened(values), seed, index, encoded)
+
+    def finite(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> bool | None:
+        largest = [float(scales.max()) for scales in self._checked_scales(encoded, numel)]
+        if any(map(math.isnan, largest)):
+            return False
+        # Bytes that no encoder writes may hold an integer beyond `levels`, which overflows with the largest scales.
+        return True if all(scale * (self.levels + 1) <= _LARGEST for scale in largest) else None
 
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
         encoded = encoded.to(out.device)
-        scales = self._checked_scales(encoded, out.numel())
+        scales = self._split(self._checked_scales(encoded, out.numel()))
         for (source, target), scale in zip(self._tiles(encoded, out), scales, strict=True):
             rows, columns = target.shape
             direct = out.dtype == torch.float32 and columns == self._padded(columns)
@@ -87,7 +98,7 @@ class BlockCodec(Codec):
 
     def decode_add(self, encoded: Tensor, dtype: torch.dtype, acc: Tensor, alpha: float = 1.0) -> None:
         encoded = encoded.to(acc.device)
-        scales = self._checked_scales(encoded, acc.numel())
+        scales = self._split(self._checked_scales(encoded, acc.numel()))
         for (source, target), scale in zip(self._tiles(encoded, acc), scales, strict=True):
             rows, columns = target.shape
             wide = _work("wide", rows, self._padded(columns), acc.dtype, acc.device)
@@ -117,7 +128,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _write_integers(self, integers: Tensor, encoded: Tensor) -> None:
-        """Store int8 [rows, padded columns] in encoded rows."""
+        """Store small integers of any dtype [rows, padded columns] in encoded rows."""
 
     @abstractmethod
     def _read_integers(self, encoded: Tensor, out: Tensor) -> None:
@@ -166,18 +177,20 @@ class BlockCodec(Codec):
         stored = self._scale_columns(encoded)
         stored.copy_(scales.to(self._scale_dtype).view(rows, -1).view(torch.uint8))
         scaled = _work("scaled", rows, columns, torch.float32, values.device)
-        integers = _work("integers", rows, columns, torch.int8, values.device)
         if seed is None:
             torch.addcmul(_rounder(values.device)[..., : blocks.shape[2]], blocks, factors, out=self._blocks(scaled))
-            integers.copy_(scaled.view(torch.int32))
+            self._write_integers(scaled.view(torch.int32), encoded)
         else:
             noise = centred_noise(seed, tile, rows * columns, values.device).view_as(blocks)
             torch.addcmul(noise, blocks, factors, out=self._blocks(scaled))
-            integers.copy_(scaled.round_())
-        self._write_integers(integers, encoded)
+            self._write_integers(scaled.round_(), encoded)
 
     def _checked_scales(self, encoded: Tensor, numel: int) -> list[Tensor]:
-        """The scales of every tile, fp32 [rows, blocks, 1]. Raises `MalformedFrameError`."""
+        """The scales of all full units and of the last shorter one, fp32 [units, blocks, 1], of what there is of each.
+
+        Raises:
+            MalformedFrameError: They are out of range, or the bytes not of the right size.
+        """
         self.check_size(encoded.numel(), numel, torch.float32)
         unit_bytes = self._row_nbytes(UNIT)
         full = numel // UNIT
@@ -188,10 +201,21 @@ class BlockCodec(Codec):
         for rows in groups:
             columns = self._scale_columns(rows).clone(memory_format=torch.contiguous_format)  # aligned
             scales = columns.view(self._scale_dtype).float().unsqueeze(2)
-            if bool(((scales < _SMALLEST) | (scales > self._largest_scale)).any()):
+            if not self._in_range(scales):
                 raise MalformedFrameError(f"A block's scale in {self.name} data is out of range.")
-            found.extend(torch.split(scales, _ROWS) if encoded.device.type == "cpu" else [scales])
+            found.append(scales)
         return found
+
+    def _in_range(self, scales: Tensor) -> bool:
+        """Whether an encoder could have written these scales; NaN is one of them."""
+        low, high = torch.aminmax(scales)
+        if bool((low >= _SMALLEST) & (high <= self._largest_scale)):
+            return True
+        return not bool(((scales < _SMALLEST) | (scales > self._largest_scale)).any())
+
+    def _split(self, scales: list[Tensor]) -> list[Tensor]:
+        """Scales of each tile."""
+        return [tile for group in scales for tile in (torch.split(group, _ROWS) if _on_cpu(group) else [group])]
 
 
 class Int8Codec(BlockCodec):
@@ -263,8 +287,9 @@ class Int4Codec(BlockCodec):
 
     def _write_integers(self, integers: Tensor, encoded: Tensor) -> None:
         half = integers.shape[1] // 2
-        low = integers[:, :half].bitwise_and_(15)
-        torch.add(low, integers[:, half:], alpha=16, out=self._integer_columns(encoded))
+        small = _work("integers", integers.shape[0], 2 * half, torch.int8, integers.device).copy_(integers)
+        low = small[:, :half].bitwise_and_(15)
+        torch.add(low, small[:, half:], alpha=16, out=self._integer_columns(encoded))
 
     def _read_integers(self, encoded: Tensor, out: Tensor) -> None:
         packed = self._integer_columns(encoded)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from swarm.tensors.codecs.base import Rng
-from swarm.tensors.codecs.scratch import TILE_ELEMENTS
 
-_GRID = TILE_ELEMENTS
+_GRID = 1 << 18
 _MASK = (1 << 64) - 1
 _SHUFFLE = 0x5EED
 

@@ -7,7 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from swarm.tensors.codecs.base import FLOATS, Codec, Rng, device_flat, host_flat, saturating_cast, tensor_bytes
+from swarm.tensors.codecs.base import (
+    FLOATS,
+    Codec,
+    Rng,
+    host_flat,
+    saturating_cast,
+    saturating_copy,
+    tensor_bytes,
+)
 from swarm.tensors.codecs.noise import bit_noise, seed_of
 from swarm.tensors.codecs.scratch import TILE_ELEMENTS, scratch
 from swarm.tensors.schema import DTYPE_NAMES
@@ -54,6 +62,10 @@ class NoneCodec(Codec):
             return tensor.numpy(force=True).data.cast("B")
         return tensor_bytes(host_flat(tensor))
 
+    def encode_into(self, flat: Tensor, out: Tensor, *, rng: Rng = None, tile: int = 0) -> None:
+        if flat.numel():
+            out.copy_(flat.view(torch.uint8))
+
     def elements(self, encoded: Tensor, dtype: torch.dtype) -> Tensor | None:
         return typed(encoded, dtype)
 
@@ -89,10 +101,14 @@ class HalfCodec(Codec):
         return 2 * numel
 
     def encode(self, tensor: Tensor, *, rng: Rng = None) -> memoryview:
-        flat, seed = device_flat(tensor), seed_of(rng)
-        if seed is not None and self._dtype == torch.bfloat16 and tensor.dtype.itemsize > self._dtype.itemsize:
-            return tensor_bytes(_stochastic_bf16(flat, seed).cpu())
-        return tensor_bytes(saturating_cast(flat, self._dtype).cpu())
+        return tensor_bytes(host_flat(tensor)) if tensor.dtype == self._dtype else super().encode(tensor, rng=rng)
+
+    def encode_into(self, flat: Tensor, out: Tensor, *, rng: Rng = None, tile: int = 0) -> None:
+        seed, half = seed_of(rng), out.view(self._dtype)
+        if seed is not None and self._dtype == torch.bfloat16 and flat.dtype.itemsize > self._dtype.itemsize:
+            _stochastic_bf16(flat, seed, tile, half)
+        else:
+            saturating_copy(half, flat)
 
     def elements(self, encoded: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None if dtype == torch.float16 != self._dtype else typed(encoded, self._dtype)
@@ -108,10 +124,9 @@ class HalfCodec(Codec):
         add_converted(typed(encoded, self._dtype), acc, alpha)
 
 
-def _stochastic_bf16(flat: Tensor, seed: int) -> Tensor:
+def _stochastic_bf16(flat: Tensor, seed: int, first: int, out: Tensor) -> None:
     """fp32 or fp64 to bf16: noise in the bits that are cut off carries into those that stay."""
-    out = torch.empty(flat.numel(), dtype=torch.bfloat16, device=flat.device)
-    for index, start in enumerate(range(0, flat.numel(), TILE_ELEMENTS)):
+    for index, start in enumerate(range(0, flat.numel(), TILE_ELEMENTS), first):
         tile = flat[start : start + TILE_ELEMENTS]
         to = out[start : start + TILE_ELEMENTS]
         single = saturating_cast(tile, torch.float32)
@@ -122,4 +137,3 @@ def _stochastic_bf16(flat: Tensor, seed: int) -> Tensor:
         # The carry may end in infinity, and takes some NaN to zero.
         if not math.isfinite(single.sum().item()) or not math.isfinite(to.sum().item()):
             to.copy_(saturating_cast(single, torch.bfloat16))
-    return out

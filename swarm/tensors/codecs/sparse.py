@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import MalformedFrameError
-from swarm.tensors.codecs.base import FLOATS, Codec, Rng, device_flat, saturating_cast, tensor_bytes
+from swarm.tensors.codecs.base import FLOATS, Codec, Rng, saturating_cast
 from swarm.tensors.codecs.scratch import TILE_ELEMENTS, scratch
 
 UNIT = 4096
@@ -51,10 +51,8 @@ class TopKCodec(Codec):
         units, rest = divmod(numel, UNIT)
         return _ENTRY_BYTES * (units * self.kept + self._kept_of(rest))
 
-    def encode(self, tensor: Tensor, *, rng: Rng = None) -> memoryview:
-        flat = device_flat(tensor)
+    def encode_into(self, flat: Tensor, out: Tensor, *, rng: Rng = None, tile: int = 0) -> None:
         units, rest = divmod(flat.numel(), UNIT)
-        out = torch.empty(self.encoded_nbytes(flat.numel(), flat.dtype), dtype=torch.uint8, device=flat.device)
         split = units * self.kept * _ENTRY_BYTES
         if units:
             rows, encoded = flat[: units * UNIT].view(units, UNIT), out[:split].view(units, -1)
@@ -63,7 +61,6 @@ class TopKCodec(Codec):
                 self._encode_rows(rows[start : start + step], self.kept, encoded[start : start + step])
         if rest:
             self._encode_rows(flat[units * UNIT :].view(1, -1), self._kept_of(rest), out[split:].view(1, -1))
-        return tensor_bytes(out.cpu())
 
     def decode_into(self, encoded: Tensor, out: Tensor) -> None:
         entries = self._entries(encoded, out)

@@ -18,7 +18,6 @@ from swarm.averaging.allreduce import (
     Reduced,
     choose_codecs,
     make_feedback,
-    peek,
     rounding_seed,
 )
 from swarm.averaging.gossip import Gossip
@@ -26,6 +25,7 @@ from swarm.averaging.vector import Chunk, FlatVector
 from swarm.errors import UnsupportedDtypeError, UsageError
 from swarm.identity import PeerId
 from swarm.tensors.codecs import codec as find_codec
+from swarm.tensors.memory import peek
 from swarm.tensors.partition import split
 from swarm.tensors.schema import TensorMeta
 
