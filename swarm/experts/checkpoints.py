@@ -2,12 +2,13 @@
 
 Below `<data_dir>/experts/<run>/<expert>/`, in the format of `swarm.state.checkpoint`. Checkpoints of experts that the
 host has given up stay until their room is needed: they may be all that is left one day. Everything here blocks on the
-disk: call it on the codec pool, one call at a time.
+disk: call it on the codec pool. Thread-safe: one call waits for another.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,20 +60,23 @@ class ExpertCheckpoints:
         self._max_bytes = max_bytes
         self._events = events
         self._index: dict[str, list[_Kept]] = {}
+        self._lock = threading.Lock()
 
     def scan(self) -> None:
         """Find out what is on disk. Damaged checkpoints show when they are loaded."""
-        self._index = {}
+        index: dict[str, list[_Kept]] = {}
         folders = sorted(self._path.iterdir()) if self._path.is_dir() else []
         for folder in folders:
             found = [kept for info in list_checkpoints(folder) if (kept := _kept(info)) is not None]
             if found and folder.name == folder_name(found[0].uid):
-                self._index[found[0].uid] = found
+                index[found[0].uid] = found
+        with self._lock:
+            self._index = index
 
     @property
     def versions(self) -> dict[str, int]:
         """The newest weight version on disk, by uid."""
-        return {uid: kept[0].weight_version for uid, kept in self._index.items()}
+        return {uid: kept[0].weight_version for uid, kept in list(self._index.items())}
 
     @property
     def nbytes(self) -> int:
@@ -91,22 +95,24 @@ class ExpertCheckpoints:
         """
         uid = snapshot.metadata["uid"]
         folder = self._path / folder_name(uid)
-        self._make_room(snapshot.nbytes + _OVERHEAD_BYTES, uid, held)
-        save_checkpoint(folder, snapshot.tensors, snapshot.metadata, keep=self._kept)
-        self._read(uid)
+        with self._lock:
+            self._make_room(snapshot.nbytes + _OVERHEAD_BYTES, uid, held)
+            save_checkpoint(folder, snapshot.tensors, snapshot.metadata, keep=self._kept)
+            self._read(uid)
 
     def load(self, uid: str) -> Snapshot | None:
         """The newest intact checkpoint of an expert; none if there is none. What is damaged is removed."""
         folder = self._path / folder_name(uid)
-        try:
-            checkpoint = load_checkpoint(folder, self._events)
-        except CorruptStateError:
-            checkpoint = None  # each damaged file is an event already
-        for info in list_checkpoints(folder):
-            if checkpoint is not None and info.path == checkpoint.path:
-                break
-            remove_checkpoint(info.path)
-        self._read(uid)
+        with self._lock:
+            try:
+                checkpoint = load_checkpoint(folder, self._events)
+            except CorruptStateError:
+                checkpoint = None  # each damaged file is an event already
+            for info in list_checkpoints(folder):
+                if checkpoint is not None and info.path == checkpoint.path:
+                    break
+                remove_checkpoint(info.path)
+            self._read(uid)
         if checkpoint is None:
             return None
         try:
@@ -115,10 +121,11 @@ class ExpertCheckpoints:
             raise StateError(f"The checkpoint {checkpoint.path} cannot be used: {error}") from error
 
     def _read(self, uid: str) -> None:
-        self._index.pop(uid, None)
         found = [kept for info in list_checkpoints(self._path / folder_name(uid)) if (kept := _kept(info)) is not None]
         if found:
             self._index[uid] = found
+        else:
+            self._index.pop(uid, None)
 
     def _make_room(self, nbytes: int, uid: str, held: Collection[str]) -> None:
         """Remove older checkpoints first, then those of experts that are not held, the oldest first."""

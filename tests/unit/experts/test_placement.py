@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.experts.placement import PATIENCE_TICKS, SETTLE_TICKS, Drop, Placement, Take, donors_of, quotas
+from swarm.experts.overview import donors_of, quotas
+from swarm.experts.placement import PATIENCE_TICKS, SETTLE_TICKS, Drop, Placement, Take
 from swarm.experts.records import HostRecord, rendezvous_order
 from swarm.experts.spec import ExpertGrid
 from swarm.identity import PeerId
