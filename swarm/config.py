@@ -129,17 +129,33 @@ class HostConfig(_Section):
     """`cpu`, `cuda`, `cuda:0`, or `auto` for CUDA where there is one."""
     max_experts: int | None = Field(None, ge=0)
     """Most experts to hold; none lets memory decide."""
+    autocast: Literal["none", "bf16"] = "none"
+    """`bf16` runs forward passes under torch's autocast: faster where the device has units for it, at its precision.
+    Weights, gradients and optimizer steps keep their dtypes."""
+    compile: bool = False
+    """Run experts through torch.compile; one that it cannot compile runs without."""
+    max_gradient_norm_ratio: float | None = Field(10.0, gt=1)
+    """A trainer's gradients are scaled down to so many times the median over the trainers of an expert; none trusts
+    every trainer. See `swarm.experts.limits.GradientLimits`."""
     max_batch_tokens: int = Field(8192, gt=0)
     """Token budget of one batched computation."""
     max_queued_tokens: int = Field(65536, gt=0)
-    """Tokens that may wait; more are refused with `HostBusyError`."""
+    """Tokens that may wait; more are refused with `HostBusyError`. One caller may have as much waiting as is still
+    free: half of it alone."""
     max_inflight_bytes: int = Field(1024 * MIB, gt=0)
     """Tensors of requests that arrive or are not answered yet; more are refused with `HostBusyError`. A host without
-    any takes one request of any size."""
+    any takes one request of any size; beside others, one caller may have half of it."""
+    upload_stall_s: float = Field(10.0, gt=0)
+    """A request whose next chunk takes longer to arrive is given up."""
+    upload_bytes_s: int = Field(64 * 1024, gt=0)
+    """So is one that arrives more slowly than this on the whole."""
     forward_cache_bytes: int = Field(512 * MIB, gt=0)
     """Inputs kept for backward passes that may come."""
     announce_ttl_s: float = Field(30.0, gt=0)
     """Lifetime of the record that lists the held experts."""
+    announce_prefixes_above: int = Field(1024, ge=0)
+    """Grids with more experts are announced by prefix too, for clients that search them; well below what clients read
+    whole (`client.directory_max_experts`), which peers may set differently."""
     replica_sync_s: float = Field(10.0, gt=0)
     """Interval at which a secondary replica copies the primary."""
     placement_s: float = Field(3.0, gt=0)
@@ -159,6 +175,13 @@ class ClientConfig(_Section):
 
     directory_refresh_s: float = Field(3.0, gt=0)
     """Interval at which the expert directory is refreshed in the background."""
+    directory_max_experts: int = Field(4096, ge=0)
+    """Grids with more experts are not read whole but searched. Hosts must announce what such a search reads, see
+    `host.announce_prefixes_above`."""
+    beam_width: int = Field(128, gt=0)
+    """Prefixes of experts in the beam of one token when a grid is searched."""
+    search_cache_prefixes: int = Field(16384, gt=0)
+    """Prefixes of one grid whose records are kept."""
     deadline: DeadlineConfig = DeadlineConfig(floor_s=2.0)
     """Of one attempt at one host. The floor is generous: giving up on a host that computes loses its update, while one
     that stalls costs it only once, because it is avoided from then on."""
