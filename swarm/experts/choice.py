@@ -19,6 +19,8 @@ MAX_HOSTS = 4096
 CLOSE_FACTOR = 1.25
 CLOSE_S = 0.001
 """Expected times within this factor and difference count as equal."""
+CONGESTED_S = 0.01
+"""A host is congested if others' work keeps requests waiting for longer than this, and for longer than they compute."""
 FRESH_S = 10.0
 """A reported queue older than this says nothing."""
 _EWMA = 0.2
@@ -29,12 +31,14 @@ _MAX_QUEUE_S = 60.0
 
 @dataclass(slots=True)
 class _Host:
-    """What is known of one host; `pace_s` is seconds per token by grid."""
+    """What is known of one host; `pace_s` is seconds per token by grid, the usual times are moving averages."""
 
     latency_s: float | None = None
     measured_s: float = 0.0
     queue_s: float = 0.0
     queue_at_s: float = float("-inf")
+    usual_queue_s: float = 0.0
+    usual_compute_s: float = 0.0
     throughput: float = 0.0
     pace_s: dict[str, float] | None = None
 
@@ -77,6 +81,8 @@ class HostLoads:
         self._typical_s = _follow(self._typical_s, latency_s, _TYPICAL_EWMA)
         host.measured_s = now_s
         host.queue_s, host.queue_at_s = min(others_queue_s(queue_s, compute_s), _MAX_QUEUE_S), now_s
+        host.usual_queue_s = _follow(host.usual_queue_s, host.queue_s, _EWMA)
+        host.usual_compute_s = _follow(host.usual_compute_s, compute_s, _EWMA)
         pace_s = compute_s / max(1, tokens)
         if host.pace_s is None:
             host.pace_s = {}
@@ -105,6 +111,16 @@ class HostLoads:
         host.throughput = throughput
         if now_s - host.queue_at_s > FRESH_S:  # its own answers are newer
             host.queue_s, host.queue_at_s = min(queue_s, _MAX_QUEUE_S), now_s
+            host.usual_queue_s = host.queue_s
+
+    def congested(self, peer_id: PeerId, now_s: float) -> bool:
+        """Whether requests usually wait at this host because of other callers' work, rather than compute."""
+        host = self._hosts.get(peer_id)
+        return (
+            host is not None
+            and now_s - host.queue_at_s <= FRESH_S
+            and host.usual_queue_s > max(CONGESTED_S, host.usual_compute_s)
+        )
 
     def queue_s(self, peer_id: PeerId, now_s: float) -> float:
         """How long the work of other callers was last reported to keep a request waiting."""

@@ -25,8 +25,6 @@ STALLED_FACTOR = 4.0
 """A request stalls when it takes this many times the 95th percentile."""
 MIN_DELAY_S = 0.005
 """Nothing is hedged sooner: a busy process of our own is late by as much."""
-QUEUE_S = 0.005
-"""A host reports a queue if others' work keeps a request waiting for longer than this."""
 BUSY_QUIET_S = 5.0
 MAX_BUSY = 1024
 
@@ -77,12 +75,9 @@ class Hedging:
         if len(self._busy) > MAX_BUSY:
             self._busy.popitem(last=False)
 
-    def loaded(self, peers: Sequence[PeerId], queues_s: Sequence[float], now_s: float) -> bool:
-        """Whether any of these hosts reports a queue or refused work lately."""
-        return any(
-            queue_s > QUEUE_S or self._busy.get(peer, now_s) > now_s
-            for peer, queue_s in zip(peers, queues_s, strict=True)
-        )
+    def refusing(self, peers: Sequence[PeerId], now_s: float) -> bool:
+        """Whether any of these hosts refused work lately."""
+        return any(self._busy.get(peer, now_s) > now_s for peer in peers)
 
     def first_look_s(self, p95_s: float) -> float:
         """How long to wait for an answer before `decide` is asked."""

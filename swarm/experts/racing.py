@@ -59,8 +59,11 @@ class Racing:
     ) -> dict[PeerId, tuple[Contact, list[ExpertCall]]]:
         """Hosts for calls, each of which comes with the hosts that are out of the question for it."""
         groups: dict[PeerId, tuple[Contact, list[ExpertCall]]] = {}
-        chooser = Chooser(self._loads, self._runtime.rng, self._runtime.clock.time())
-        for call, tried in wanted:
+        rng = self._runtime.rng
+        chooser = Chooser(self._loads, rng, self._runtime.clock.time())
+        # Later ones join the hosts of earlier ones: who comes first must not always be the same, for all trainers.
+        start = rng.randrange(len(wanted)) if len(wanted) > 1 else 0
+        for call, tried in [*wanted[start:], *wanted[:start]]:
             contacts = self._directory.candidates(call.uid, tried, healthy=healthy)
             if not contacts:
                 continue
@@ -138,7 +141,7 @@ class Racing:
         first = attempt.contact.peer_id
         groups = self.choose([(c, [*c.tried, first]) for c in attempt.calls], healthy=True)
         peers = [first, *groups]
-        if self._hedging.loaded(peers, [self._loads.queue_s(p, now_s) for p in peers], now_s):
+        if self._hedging.refusing(peers, now_s) or any(self._loads.congested(p, now_s) for p in peers):
             return []
         hedges: list[asyncio.Task[None]] = []
         for contact, calls in groups.values():

@@ -54,6 +54,18 @@ def test_queues_count_until_they_are_old_and_only_those_of_other_callers() -> No
     assert loads.queue_s(B, 0.0) == 0.0
 
 
+def test_a_host_is_congested_when_requests_usually_wait_for_longer_than_they_compute() -> None:
+    loads = HostLoads()
+    answer(loads, A, 0.03, queue_s=0.02)
+    assert not loads.congested(A, 0.0), "once is not usually"
+    for _ in range(10):
+        answer(loads, A, 0.03, queue_s=0.02)
+        answer(loads, B, 0.9, queue_s=0.6, compute_s=0.4)
+        answer(loads, C, 0.9, queue_s=0.85, compute_s=0.1)
+    assert [loads.congested(p, 0.0) for p in (A, B, C)] == [True, False, True]
+    assert not loads.congested(A, FRESH_S + 1.0)
+
+
 def test_announced_queues_and_throughput_count_where_no_answer_is_newer() -> None:
     loads = HostLoads()
     loads.announced(A, 2.0, 0.0, 0.0)

@@ -10,7 +10,6 @@ from swarm.experts.hedging import (
     BUSY_QUIET_S,
     FRACTION,
     LATE_FACTOR,
-    QUEUE_S,
     STALLED_FACTOR,
     Hedge,
     Hedging,
@@ -77,14 +76,13 @@ def test_a_fraction_of_zero_turns_it_off() -> None:
     assert not h.spend()
 
 
-def test_hosts_with_queues_or_no_room_are_left_alone() -> None:
+def test_hosts_that_had_no_room_are_left_alone_for_a_while() -> None:
     h = Hedging()
-    assert not h.loaded([A, B], [0.0, 0.0], 0.0)
-    assert h.loaded([A, B], [0.0, 2 * QUEUE_S], 0.0)
+    assert not h.refusing([A, B], 0.0)
     h.refused(B, 10.0)
-    assert h.loaded([A, B], [0.0, 0.0], 10.1)
-    assert not h.loaded([A], [0.0], 10.1)
-    assert not h.loaded([A, B], [0.0, 0.0], 10.0 + BUSY_QUIET_S)
+    assert h.refusing([A, B], 10.1)
+    assert not h.refusing([A], 10.1)
+    assert not h.refusing([A, B], 10.0 + BUSY_QUIET_S)
 
 
 def test_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,4 +91,4 @@ def test_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [PeerId(bytes([i]) * 32) for i in range(5)]
     for peer in peers:
         h.refused(peer, 0.0)
-    assert [h.loaded([p], [0.0], 0.0) for p in peers] == [False, False, False, True, True]
+    assert [h.refusing([p], 0.0) for p in peers] == [False, False, False, True, True]
