@@ -26,6 +26,7 @@ from swarm.errors import BootstrapError, ClosedError, UsageError
 from swarm.events import Event, EventStream
 from swarm.experts.client import ExpertClient
 from swarm.experts.host import ExpertHost
+from swarm.experts.prefixes import PREFIX_SCHEMA, PREFIXES
 from swarm.experts.records import EXPERTS, HOST_SCHEMA
 from swarm.experts.spec import ExpertGrid
 from swarm.identity import KeyPair, PeerId
@@ -56,6 +57,7 @@ _MEMBERSHIP_POLL_S = 30.0
 SCHEMAS: Mapping[str, Schema] = {
     PEERS: PEER_SCHEMA,
     EXPERTS: HOST_SCHEMA,
+    PREFIXES: PREFIX_SCHEMA,
     ROUNDS: ROUNDS_SCHEMA,
     STATE: STATE_SCHEMA,
     PROGRESS: PROGRESS_SCHEMA,
@@ -346,16 +348,20 @@ class Peer(Endpoint):
         if self._closed:
             raise ClosedError("This peer has left the run.", fix="Join again for a new peer.")
 
-    def wait_for_experts(self, grid: str, min_fraction: float = 1.0, timeout_s: float = 300.0) -> None:
+    def wait_for_experts(
+        self, grid: str, min_fraction: float = 1.0, timeout_s: float = 300.0, *, min_experts: int | None = None
+    ) -> None:
         """Block until enough experts of a grid are online.
 
         Args:
             grid: The grid's name, e.g. `"ffn"`.
             min_fraction: Fraction of the grid's experts that must have a live replica.
             timeout_s: Patience in seconds.
+            min_experts: Any so many experts, instead of a fraction; the way to wait in a grid of more than
+                `client.directory_max_experts`, which is never read whole.
 
         Raises:
-            UsageError: The run has no such grid.
+            UsageError: The run has no such grid, or it is too large to wait for a fraction of it.
             ExpertsNotReadyError: Not enough of them came in time; the message names missing ones.
             ClosedError: This peer has left the run, or did so meanwhile.
         """
@@ -365,8 +371,8 @@ class Peer(Endpoint):
                 f"The run has no expert grid {grid!r}.",
                 fix=f"Use one of {', '.join(self.grids) or '(there are none)'}.",
             )
-        uids = self.grids[grid].uids()
-        self.run_sync(self.experts.directory.wait_for(grid, uids, min_fraction, timeout_s), timeout_s + 10.0)
+        waiting = self.experts.directory.wait_for(grid, None, min_fraction, timeout_s, count=min_experts)
+        self.run_sync(waiting, timeout_s + 10.0)
 
     def log(self, **metrics: SupportsFloat) -> None:
         """Publish numbers about this peer's training, such as `loss`, `step`, `tokens_per_s`.

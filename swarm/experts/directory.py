@@ -27,11 +27,14 @@ from swarm.errors import (
     NetworkError,
     SwarmError,
     UnknownExpertError,
+    UsageError,
 )
 from swarm.events import Event
+from swarm.experts.beam import Found
 from swarm.experts.breaker import CircuitBreaker
 from swarm.experts.choice import HostLoads
 from swarm.experts.records import HostRecord, merge_records, record_key, rendezvous_order
+from swarm.experts.searching import ExpertSearch
 from swarm.experts.spec import ExpertGrid, parse_uid
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
@@ -125,9 +128,14 @@ class ExpertDirectory:
         self._config: ClientConfig = endpoint.config.client
         refresh_s = self._config.directory_refresh_s
         self._breaker = CircuitBreaker(refresh_s, MAX_PAUSE_REFRESHES * refresh_s)
-        self._known: dict[str, dict[tuple[PeerId, str], _Known]] = {name: {} for name in self._grids}
+        self._known: dict[str, dict[tuple[PeerId, str], _Known]] = {}
         self._replicas: dict[str, tuple[Replica, ...]] = {}
-        self._index = {name: {uid: i for i, uid in enumerate(grid.uids())} for name, grid in self._grids.items()}
+        most = self._config.directory_max_experts
+        self._whole = {name: grid for name, grid in self._grids.items() if grid.size <= most}
+        self._searched = ExpertSearch(
+            endpoint, {n: g for n, g in self._grids.items() if n not in self._whole}, self._breaker.avoids
+        )
+        self._index = {name: {uid: i for i, uid in enumerate(grid.uids())} for name, grid in self._whole.items()}
         self._lock = threading.Lock()
         self._live: dict[str, Tensor] = {}
         self._task: asyncio.Task[None] | None = None
@@ -135,13 +143,15 @@ class ExpertDirectory:
         self._closed = False
 
     async def start(self) -> None:
-        """Read every grid once, then keep refreshing in the background."""
+        """Read every grid once, of those that are searched only the beginning; then keep fresh in the background."""
         await self.refresh()
+        await self._searched.start()
         self._task = self._endpoint.runtime.spawn(self._keep_fresh(), "expert-directory")
 
     async def close(self) -> None:
         """Stop refreshing. Idempotent."""
         self._closed = True
+        await self._searched.close()
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -156,7 +166,14 @@ class ExpertDirectory:
             UnknownExpertError: The run has no such expert.
         """
         self.grid_of(uid)
-        return tuple(sorted(self._replicas.get(uid, ()), key=lambda r: self._breaker.avoids(r.contact.peer_id)))
+        return tuple(sorted(self._held(uid), key=lambda r: self._breaker.avoids(r.contact.peer_id)))
+
+    def _held(self, uid: str) -> tuple[Replica, ...]:
+        held = self._replicas.get(uid)
+        if held is None:
+            # what hosts say of prefixes does not change with weights and queues
+            held = tuple(Replica(h.contact, 0, 0.0, h.leaving) for h in self._searched.holders(uid))
+        return held
 
     def candidates(self, uid: str, tried: Sequence[PeerId], *, healthy: bool = False) -> list[Contact]:
         """The hosts that are equally fit to be asked next, primary first: those that nothing speaks against.
@@ -170,7 +187,7 @@ class ExpertDirectory:
         avoids, suspects = self._breaker.avoids, self._suspects
         best: list[Contact] = []
         best_rank = 2 if healthy else 4
-        for replica in self._replicas.get(uid, ()):
+        for replica in self._held(uid):
             peer_id = replica.contact.peer_id
             if peer_id in tried:
                 continue
@@ -188,15 +205,25 @@ class ExpertDirectory:
 
     def has_other(self, uid: str, peer_id: PeerId) -> bool:
         """Whether another host than this one holds the expert too."""
-        return any(r.contact.peer_id != peer_id for r in self._replicas.get(uid, ()))
+        return any(r.contact.peer_id != peer_id for r in self._held(uid))
 
     def live_uids(self, grid: str) -> list[str]:
-        """Experts with a replica whose host is not avoided, in row-major order. Raises `UnknownExpertError`."""
+        """Experts with a replica whose host is not avoided, in row-major order; of a searched grid, those known.
+
+        Raises:
+            UnknownExpertError: The run has no such grid.
+        """
+        if self.is_searched(grid):
+            return self._searched.live_uids(grid)
         live = self.live(grid)
         return [uid for uid, index in self._index[grid].items() if live[index]]
 
     def live(self, grid: str) -> Tensor:
-        """Which experts can be called; do not write to it. [experts] bool. Raises `UnknownExpertError`."""
+        """Which experts can be called; do not write to it. Not for a grid that is searched. [experts] bool
+
+        Raises:
+            UnknownExpertError: The run has no such grid.
+        """
         mask = self._live.get(grid)
         if mask is None:
             if grid not in self._grids:
@@ -214,10 +241,30 @@ class ExpertDirectory:
         return mask
 
     def announced(self, grid: str) -> Tensor:
-        """Which experts have any replica at all, avoided or not. [experts] bool. Raises `UnknownExpertError`."""
+        """Which experts have any replica at all, avoided or not. Not for a grid that is searched. [experts] bool
+
+        Raises:
+            UnknownExpertError: The run has no such grid.
+        """
         if grid not in self._grids:
             raise self._no_grid(grid)
         return torch.tensor([bool(self._replicas.get(uid)) for uid in self._index[grid]], dtype=torch.bool)
+
+    def is_searched(self, grid: str) -> bool:
+        """Whether the grid is too large to be read whole (`directory_max_experts`). Raises `UnknownExpertError`."""
+        return self.grid(grid).name in self._searched
+
+    def find(self, grid: str, logits: Sequence[Tensor], k: int) -> Found | None:
+        """The best experts for every token in a grid that is searched, without waiting: see `ExpertSearch.find`.
+
+        None while too few are known; `search` then waits for more.
+        """
+        found = self._searched.find(grid, logits, k)
+        return found if found.experts.shape[1] >= k or not found.missing else None
+
+    async def search(self, grid: str, logits: Sequence[Tensor], k: int) -> Found:
+        """The same, from the DHT if too few experts are known: see `ExpertSearch.search`."""
+        return await self._searched.search(grid, logits, k)
 
     def grid_of(self, uid: str) -> ExpertGrid:
         """The grid that an expert belongs to. Raises `UnknownExpertError`."""
@@ -227,10 +274,12 @@ class ExpertDirectory:
             raise UnknownExpertError(f"{uid!r} is not an expert's uid.", fix="Write it as 'ffn.3.17'.") from error
         if name not in self._grids:
             raise self._no_grid(name)
-        if uid not in self._index[name]:
+        if uid not in self._grids[name]:
             raise UnknownExpertError(
                 f"The grid {name!r} has no expert {uid!r}.", fix=f"Its uids follow {self._grids[name].pattern}."
             )
+        if name in self._searched:
+            self._searched.holders(uid)  # whoever asks will call it: have its holders read
         return self._grids[name]
 
     def grid(self, name: str) -> ExpertGrid:
@@ -273,12 +322,15 @@ class ExpertDirectory:
     def mark_gone(self, uid: str, peer_id: PeerId) -> None:
         """The peer says that it does not hold this expert: forget the replica until it is announced again."""
         left = tuple(r for r in self._replicas.get(uid, ()) if r.contact.peer_id != peer_id)
-        self._replicas = {**self._replicas, uid: left}
+        if uid in self._replicas:
+            self._replicas = {**self._replicas, uid: left}
+        self._searched.forget(uid, peer_id)
         self._live_changed()
 
     def _live_changed(self) -> None:
         with self._lock:
             self._live = {}
+        self._searched.live_changed()
 
     # Refreshing
 
@@ -286,12 +338,14 @@ class ExpertDirectory:
         """Read the records of every grid now."""
         async with self._refreshing:
             found: dict[str, list[Entry]] | None = None
+            if not self._whole:
+                return
             try:
-                found = await self._endpoint.dht.get_many([record_key(name) for name in self._grids], fresh=True)
+                found = await self._endpoint.dht.get_many([record_key(name) for name in self._whole], fresh=True)
             except (DhtError, NetworkError) as error:
-                for name in self._grids:
+                for name in self._whole:
                     self._endpoint.runtime.emit(DirectoryRefreshFailed(grid=name, reason=str(error)))
-            for name in self._grids:
+            for name in self._whole:
                 self._known[name] = self._merge(name, None if found is None else found[record_key(name)])
             self._rebuild()
 
@@ -301,7 +355,7 @@ class ExpertDirectory:
         # One read may miss a record that a holder of it did not show in time; two in a row mean that it is gone.
         known = {
             key: k if entries is None else _Known(k.record, k.record_version, k.expires_s, k.missed + 1)
-            for key, k in self._known[name].items()
+            for key, k in self._known.get(name, {}).items()
             if k.expires_s > now_s and (entries is None or k.missed < 1)
         }
         for entry in entries or ():
@@ -320,7 +374,7 @@ class ExpertDirectory:
     def _rebuild(self) -> None:
         replicas: dict[str, tuple[Replica, ...]] = {}
         now_s = self._endpoint.runtime.clock.time()
-        for name in self._grids:
+        for name in self._whole:
             holders: dict[str, dict[PeerId, HostRecord]] = {}
             for host in merge_records(k.record for k in self._known[name].values()):
                 self._loads.announced(host.peer_id, host.queue_s, host.throughput, now_s)
@@ -347,7 +401,8 @@ class ExpertDirectory:
         """Half-open: one small call to each avoided peer whose pause is over."""
         now_s = self._endpoint.runtime.clock.time()
         due = self._breaker.take_due(now_s)
-        contacts = {r.contact.peer_id: r.contact for held in self._replicas.values() for r in held}
+        contacts = self._searched.contacts()
+        contacts |= {r.contact.peer_id: r.contact for held in self._replicas.values() for r in held}
         for peer_id in due:
             if peer_id in contacts:
                 self._start_probe(contacts[peer_id])
@@ -376,7 +431,13 @@ class ExpertDirectory:
     # Waiting
 
     async def wait_for(
-        self, grid: str, uids: Sequence[str] | None = None, min_fraction: float = 1.0, timeout_s: float = 300.0
+        self,
+        grid: str,
+        uids: Sequence[str] | None = None,
+        min_fraction: float = 1.0,
+        timeout_s: float = 300.0,
+        *,
+        count: int | None = None,
     ) -> None:
         """Wait until enough experts of a grid can be called.
 
@@ -385,13 +446,20 @@ class ExpertDirectory:
             uids: Which experts; all of the grid by default.
             min_fraction: How many of them, between 0 and 1.
             timeout_s: Patience.
+            count: Any so many experts of the grid, instead of a fraction of certain ones.
 
         Raises:
             UnknownExpertError: The run has no such grid or expert.
+            UsageError: A fraction of a grid that is searched: nobody knows all of its experts.
             ExpertsNotReadyError: Too few were ready in time; names those that are missing.
             ClosedError: The peer left, so that nothing is known any more.
         """
-        wanted = list(self.grid(grid).uids() if uids is None else uids)
+        if count is None and uids is None and self.is_searched(grid):
+            raise UsageError(
+                f"{grid!r} has {self.grid(grid).size} experts, too many to wait for a fraction of them.",
+                fix="Wait for a number of experts (`min_experts`).",
+            )
+        wanted = list(uids if uids is not None else () if count is not None else self.grid(grid).uids())
         for uid in wanted:
             self.grid_of(uid)
         clock = self._endpoint.runtime.clock
@@ -401,9 +469,14 @@ class ExpertDirectory:
                 raise ClosedError("This peer has left the run.", fix="Join again for a new peer.")
             live = dict.fromkeys(self.live_uids(grid))
             missing = [uid for uid in wanted if uid not in live]
-            if len(wanted) - len(missing) >= min_fraction * len(wanted) - 1e-9:
+            if len(live) >= (count or 0) and len(wanted) - len(missing) >= min_fraction * len(wanted) - 1e-9:
                 return
             left_s = end_s - clock.time()
+            if left_s <= 0 and count is not None:
+                raise ExpertsNotReadyError(
+                    f"After {timeout_s:g} s {len(live)} experts of {grid!r} are online where {count} are wanted.",
+                    fix="Start more hosts (`swarm join`), or ask for fewer.",
+                )
             if left_s <= 0:
                 named = ", ".join(missing[:NAMED_UIDS]) + (", …" if len(missing) > NAMED_UIDS else "")
                 raise ExpertsNotReadyError(
@@ -412,4 +485,9 @@ class ExpertDirectory:
                     fix="Start more hosts (`swarm join`), or ask for a smaller min_fraction.",
                 )
             await asyncio.sleep(min(left_s, self._config.directory_refresh_s, 0.25))
-            await self.refresh()
+            if not self.is_searched(grid):
+                await self.refresh()
+            elif count is not None:
+                await self._searched.look_around(grid, count)
+            else:
+                await self._searched.look_up(grid, [parse_uid(uid)[1] for uid in wanted])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import ConfigError, NonFiniteError, NotEnoughExpertsError, SchemaMismatchError
+from swarm.experts.beam import Found
 from swarm.experts.passes import LayerCall, PendingBackward
 from swarm.experts.remote import HasExperts, RemoteLayer, autocast_off, autocast_to, check_inputs
 from swarm.experts.routing import AuxiliaryLoss, Choice, Dispatch, ProductKeyGate, combine, mixture_weights
@@ -82,7 +83,7 @@ class MixtureOfExperts(RemoteLayer):
         self.balance_weight = balance_weight
         self.z_weight = z_weight
         self.gate = ProductKeyGate(dim, spec.dims or (1,))
-        self._uids = spec.uids()
+        self._uid_at = spec.uid_at
         self._aux = AuxiliaryLoss()
         self._masked = False
 
@@ -109,7 +110,7 @@ class MixtureOfExperts(RemoteLayer):
                 # a part of the graph like any other answer, for training loops that meet an empty batch
                 return self._result(x, tokens.new_zeros(tokens.shape[0], self._width) + 0.0 * tokens.sum())
             choice, dispatch = self._route(tokens)
-            call = self._new_call([self._uids[e] for e in dispatch.experts], dispatch.counts)
+            call = self._new_call([self._uid_at(e) for e in dispatch.experts], dispatch.counts)
             (rows,) = self._remote(call, self._profile.outputs, dispatch.tokens, tokens)
             return self._result(x, self._mix(rows, choice, dispatch, call))
 
@@ -120,8 +121,8 @@ class MixtureOfExperts(RemoteLayer):
         pending.backward()`, which calls the hosts and lets the gradients flow on into `x`.
         """
         tokens = self._tokens(x)
-        choice, dispatch = self._route(tokens)
-        call = self._new_call([self._uids[e] for e in dispatch.experts], dispatch.counts)
+        choice, dispatch = await self._route_async(tokens)
+        call = self._new_call([self._uid_at(e) for e in dispatch.experts], dispatch.counts)
         (rows,), pending = await self._remote_async(call, self._profile.outputs, dispatch.tokens, tokens)
         return self._result(x, self._mix(rows, choice, dispatch, call)), pending
 
@@ -159,16 +160,41 @@ class MixtureOfExperts(RemoteLayer):
         return tokens
 
     def _route(self, tokens: Tensor) -> tuple[Choice, Dispatch]:
+        if not self._client.directory.is_searched(self.grid):
+            return self._routed(self.gate(tokens, self._live(), self.k))
+        logits = self.gate.logits(tokens)
+        found = self._client.directory.find(self.grid, logits, self.k)
+        if found is None:
+            found = self._client.endpoint.run_sync(self._client.directory.search(self.grid, logits, self.k))
+        return self._searched(logits, found)
+
+    async def _route_async(self, tokens: Tensor) -> tuple[Choice, Dispatch]:
+        if not self._client.directory.is_searched(self.grid):
+            return self._route(tokens)
+        logits = self.gate.logits(tokens)
+        return self._searched(logits, await self._client.directory.search(self.grid, logits, self.k))
+
+    def _searched(self, logits: tuple[Tensor, ...], found: Found) -> tuple[Choice, Dispatch]:
+        self._check_enough(found.experts.shape[1])
+        return self._routed(self.gate.choice(logits, found.experts, found.live_coordinates))
+
+    def _live(self) -> Tensor:
+        """Which experts to choose among. [experts] bool"""
         directory = self._client.directory
         live = directory.live(self.grid)
         if int(live.sum()) < max(1, self.k_min):
             live = directory.announced(self.grid)  # better an attempt at a doubtful peer than none
-            if int(live.sum()) < max(1, self.k_min):
-                raise NotEnoughExpertsError(
-                    f"{self._layer} needs {max(1, self.k_min)} experts; hosts announce {int(live.sum())} of them.",
-                    fix="Start hosts (`swarm join`), or wait for them (`peer.wait_for_experts`).",
-                )
-        choice = self.gate(tokens, live, self.k)
+            self._check_enough(int(live.sum()))
+        return live
+
+    def _check_enough(self, announced: int) -> None:
+        if announced < max(1, self.k_min):
+            raise NotEnoughExpertsError(
+                f"{self._layer} needs {max(1, self.k_min)} experts; hosts announce {announced} of them.",
+                fix="Start hosts (`swarm join`), or wait for them (`peer.wait_for_experts`).",
+            )
+
+    def _routed(self, choice: Choice) -> tuple[Choice, Dispatch]:
         if not bool(torch.isfinite(choice.scores.detach()).all()):
             raise NonFiniteError(
                 f"The gate of {self._layer} gives scores that are NaN or infinite.",

@@ -54,6 +54,10 @@ class ProductKeyGate(nn.Module):
     def n_experts(self) -> int:
         return math.prod(self.dims)
 
+    def logits(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """The logits for each dimension of the grid. [tokens, dim] -> each [tokens, dims[i]]"""
+        return tuple(torch.split(self.projection(tokens).float(), list(self.dims), dim=-1))
+
     def forward(self, tokens: Tensor, live: Tensor, k: int) -> Choice:
         """Choose the `k` best live experts of every token.
 
@@ -62,7 +66,7 @@ class ProductKeyGate(nn.Module):
             live: Which experts can be called. [n_experts] bool; at least one is true.
             k: Experts per token; fewer are chosen where fewer are live.
         """
-        logits = self.projection(tokens).float().split(self.dims, dim=-1)
+        logits = self.logits(tokens)
         live = live.to(tokens.device)
         with torch.no_grad():
             total = logits[0]
@@ -72,11 +76,23 @@ class ProductKeyGate(nn.Module):
             if n_live < self.n_experts:
                 total = total.masked_fill(~live, -torch.inf)
             experts = total.topk(min(k, n_live), dim=-1).indices
-        coordinates = self.coordinates(experts)
-        scores = torch.stack([one.gather(-1, at) for one, at in zip(logits, coordinates, strict=True)]).sum(0)
         grid = live.view(self.dims)
         others = [[j for j in range(len(self.dims)) if j != i] for i in range(len(self.dims))]
-        return Choice(experts, scores, logits, tuple(grid.any(dim=o) if o else grid for o in others))
+        return self.choice(logits, experts, [grid.any(dim=o) if o else grid for o in others])
+
+    def choice(self, logits: tuple[Tensor, ...], experts: Tensor, live_coordinates: Sequence[Tensor]) -> Choice:
+        """Score experts that were found elsewhere, by beam search in a grid too large to score all of it.
+
+        Args:
+            logits: As from `logits`.
+            experts: Flat indices, best first. [tokens, k']
+            live_coordinates: For each dimension, which coordinates any live expert has. Each [dims[i]] bool
+        """
+        device = logits[0].device
+        experts = experts.to(device)
+        coordinates = self.coordinates(experts)
+        scores = torch.stack([one.gather(-1, at) for one, at in zip(logits, coordinates, strict=True)]).sum(0)
+        return Choice(experts, scores, logits, tuple(live.to(device) for live in live_coordinates))
 
     def coordinates(self, experts: Tensor) -> list[Tensor]:
         """The coordinates of flat expert indices: one tensor of the same shape for each dimension of the grid."""

@@ -345,6 +345,14 @@ class ExpertGrid:
         """Every uid, in row-major order."""
         return [self.uid(*c) for c in itertools.product(*map(range, self.dims))]
 
+    def uid_at(self, index: int) -> str:
+        """The uid at an index in row-major order."""
+        coordinates: list[int] = []
+        for size in reversed(self.dims):
+            index, coordinate = divmod(index, size)
+            coordinates.insert(0, coordinate)
+        return self.uid(*coordinates)
+
     def __contains__(self, uid: str) -> bool:
         try:
             name, coordinates = parse_uid(uid)
