@@ -11,7 +11,8 @@ from torch import Tensor
 
 from swarm.config import MIB
 from swarm.endpoint import Endpoint
-from swarm.errors import CallTimeoutError, NonFiniteError, SchemaMismatchError, SwarmError
+from swarm.errors import CallTimeoutError, ExpertFailedError, NonFiniteError, SchemaMismatchError, SwarmError
+from swarm.experts.anomalies import AnomalousAnswer, size_of
 from swarm.experts.calls import CallOptions, ExpertCall
 from swarm.experts.choice import HostLoads
 from swarm.experts.protocol import CALL, OK, CallRequest, CallResponse, PartRequest, Pass
@@ -123,6 +124,8 @@ class Attempts:
             grad_scale=options.grad_scale,
             reply_codec=options.codec,
         )
+        tokens = attempt.tokens
+        self.loads.asked(peer_id, tokens)
         try:
             answer = await call_host(
                 self._endpoint,
@@ -141,13 +144,15 @@ class Attempts:
                 self.deadlines.record_timeout(peer_id, attempt.path, attempt.size_bytes)
             self.loads.waited(peer_id, now_s - started_s, now_s)
             raise
+        finally:
+            self.loads.done(peer_id, tokens)
         now_s = clock.time()
         self.deadlines.record(peer_id, attempt.path, attempt.size_bytes, now_s - started_s)
         response = answer[0]
         self.loads.answered(
             peer_id,
             grid_of(attempt.calls[0]),
-            attempt.tokens,
+            tokens,
             now_s - started_s,
             response.queue_s,
             response.compute_s,
@@ -172,6 +177,7 @@ class Attempts:
             if part.applied:
                 call.applied, call.may_apply = True, False
             senseless = await self._check(call, attempt.direction, tensors)
+            senseless = senseless or await self._anomaly(call, attempt, tensors)
             if senseless is not None:
                 # An answer that makes no sense says nothing about what the host did with the gradient.
                 call.may_apply = False
@@ -205,6 +211,21 @@ class Attempts:
             if not (await self._runtime.offload(is_finite, tensor) if large else is_finite(tensor)):
                 return NonFiniteError(f"The {what} that came back for {call.uid} hold NaN or infinity.")
         return None
+
+    async def _anomaly(self, call: ExpertCall, attempt: Attempt, tensors: Sequence[Tensor]) -> SwarmError | None:
+        """What is suspicious about an answer that makes sense, where the layer wants that looked at."""
+        sizes, direction = call.sizes, attempt.direction
+        if sizes is None:
+            return None
+        cause = () if direction == "forward" else call.grad_outputs
+        large = sum(t.nbytes for t in tensors) > OFFLOAD_BYTES
+        size = await self._runtime.offload(size_of, tensors, cause) if large else size_of(tensors, cause)
+        usual = None if size is None else sizes.judge(call.uid, direction, size)
+        if size is None or usual is None:
+            return None
+        peer = str(attempt.contact.peer_id)
+        self._runtime.emit(AnomalousAnswer(sizes.layer, call.uid, peer, direction, size, usual))
+        return ExpertFailedError(f"The answer of {call.uid} is {size / usual:.1f} times as large as usual.")
 
 
 def grid_of(call: ExpertCall) -> str:

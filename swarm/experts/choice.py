@@ -40,6 +40,7 @@ class _Host:
     usual_queue_s: float = 0.0
     usual_compute_s: float = 0.0
     throughput: float = 0.0
+    waiting: int = 0
     pace_s: dict[str, float] | None = None
 
 
@@ -62,6 +63,16 @@ class HostLoads:
         self._hosts: OrderedDict[PeerId, _Host] = OrderedDict()
         self._typical_s: float | None = None
         self._typical_pace_s: dict[str, float] = {}
+
+    def asked(self, peer_id: PeerId, tokens: int) -> None:
+        """A request with so many tokens is on its way; `done` tells when it no longer is."""
+        self._host(peer_id).waiting += tokens
+
+    def done(self, peer_id: PeerId, tokens: int) -> None:
+        """A request was answered, failed or was cancelled."""
+        host = self._hosts.get(peer_id)
+        if host is not None:
+            host.waiting = max(0, host.waiting - tokens)
 
     def answered(
         self, peer_id: PeerId, grid: str, tokens: int, elapsed_s: float, queue_s: float, compute_s: float, now_s: float
@@ -137,7 +148,9 @@ class HostLoads:
         if pace_s is None:
             pace_s = 1.0 / host.throughput if host.throughput > 0 else self._typical_pace_s.get(grid, 0.0)
         latency_s = typical_s if host.latency_s is None else host.latency_s
-        return latency_s + self.queue_s(peer_id, now_s) + tokens * pace_s
+        # our own requests that it has not answered are ahead of another one, if it has not counted them in its queue
+        ahead_s = max(self.queue_s(peer_id, now_s), host.waiting * pace_s)
+        return latency_s + ahead_s + tokens * pace_s
 
     def slow(self, peers: Sequence[PeerId], now_s: float, older_than_s: float) -> list[PeerId]:
         """Those that were found much slower than the typical host, not measured lately: nobody asks them any more."""

@@ -62,6 +62,7 @@ class ExpertClient:
     Args:
         endpoint: Whose transport, DHT and settings are used.
         grids: The run's grids by name.
+        hedging: Another budget of second requests than the usual one.
 
     Attributes:
         directory: Which hosts hold which experts.
@@ -71,11 +72,11 @@ class ExpertClient:
         hedging: The budget of second requests.
     """
 
-    def __init__(self, endpoint: Endpoint, grids: Mapping[str, ExpertGrid]) -> None:
+    def __init__(self, endpoint: Endpoint, grids: Mapping[str, ExpertGrid], *, hedging: Hedging | None = None) -> None:
         self.endpoint = endpoint
         self.grids = dict(grids)
         self.loads = HostLoads()
-        self.hedging = Hedging()
+        self.hedging = Hedging() if hedging is None else hedging
         self.directory = ExpertDirectory(endpoint, self.grids, self._probe, self.loads)
         self.attempts = Attempts(endpoint, self.loads, self.profile)
         self._racing = Racing(endpoint.runtime, self.directory, self.attempts, self.hedging, self._lose_update)

@@ -1,9 +1,10 @@
 """Adaptive deadlines: how long to wait for a peer, learned from how long it took before.
 
 Per (peer, method, size class), over the last 64 samples: `max(median + 4 * 1.4826 * MAD, 2 * median, p99)` plus the
-queue and compute time that the host advertised, between a floor and a cap; until 8 samples, a preset. A timeout is a
-sample at twice the deadline, and the deadline doubles until a success: learning from successes alone would never
-recover from a step in load, and median + k * MAD alone would give up on one in five answers of a peer with two modes.
+queue and compute time that the host advertised, between a floor and a cap; until 8 samples, a preset, or the longest of
+them. A timeout is a sample at twice the deadline, and the deadline doubles until a success: learning from successes
+alone would never recover from a step in load, and median + k * MAD alone would give up on one in five answers of a peer
+with two modes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class _Samples:
             self.oldest = (self.oldest + 1) % WINDOW
         self.unlearned += 1
 
+    @property
+    def longest_s(self) -> float:
+        return self.ordered[-1] if self.ordered else 0.0
+
     def deadline_s(self) -> float:
         """The learned deadline before bounds. Statistics are refreshed every few samples: they cost microseconds."""
         if self.unlearned >= _RELEARN_EVERY or (self.unlearned and self.ordered[-1] > self.learned_s):
@@ -92,7 +97,9 @@ class Deadlines:
         config = self._config
         samples = self._windows.get((peer_id, path, size_class(size_bytes)))
         if samples is None or len(samples.ordered) < MIN_SAMPLES:
-            wanted = config.initial_s if samples is None else max(config.initial_s, samples.backoff_s)
+            wanted = (
+                config.initial_s if samples is None else max(config.initial_s, samples.backoff_s, samples.longest_s)
+            )
         else:
             wanted = max(samples.deadline_s(), samples.backoff_s)
         budget = min(max(wanted + advertised_s, config.floor_s), config.cap_s)

@@ -45,3 +45,28 @@ def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     for peer in peers:
         b.failed(peer, 0.0)
     assert [b.avoids(p) for p in peers] == [False, False, True, True, True]
+
+
+def test_a_peer_that_answers_trials_but_fails_again_is_where_it_was() -> None:
+    b = CircuitBreaker(pause_s=1.0, max_pause_s=60.0)
+    now, pauses = 0.0, []
+    for _ in range(4):
+        pause = b.failed(A, now)
+        assert pause is not None
+        pauses.append(pause)
+        now += pause
+        assert b.take_due(now) == [A]
+        assert b.succeeded(A, now)
+        now += 0.5
+    assert pauses == [1.0, 2.0, 4.0, 8.0]
+    assert b.failed(A, now + 1000.0) == 1.0, "that was long ago"
+
+
+def test_recovered_peers_are_remembered_within_bounds(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(breaker, "MAX_AVOIDED", 2)
+    b = CircuitBreaker(pause_s=1.0, max_pause_s=8.0)
+    peers = [PeerId(bytes([i]) * 32) for i in range(4)]
+    for peer in peers:
+        b.failed(peer, 0.0)
+        b.succeeded(peer, 0.0)
+    assert [b.failed(p, 0.1) for p in peers] == [1.0, 1.0, 2.0, 2.0]

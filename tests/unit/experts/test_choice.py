@@ -88,6 +88,17 @@ def test_requests_travel_together_unless_that_takes_longer() -> None:
     assert [heavy.choose([A, B], "ffn", 10) for _ in range(4)] == [A, B, A, B]
 
 
+def test_requests_under_way_count_as_a_queue_until_they_are_done() -> None:
+    loads = HostLoads()
+    for peer in (A, B):
+        for _ in range(20):
+            answer(loads, peer, 0.051, compute_s=0.05)
+    loads.asked(A, 10)
+    assert chooser(loads).choose([A, B], "ffn", 10) == B
+    loads.done(A, 10)
+    assert chooser(loads).choose([A, B], "ffn", 10) == A
+
+
 def test_of_many_replicas_two_random_ones_are_compared() -> None:
     loads = HostLoads()
     for peer in (A, B, C):

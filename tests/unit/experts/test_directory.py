@@ -4,13 +4,15 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+import torch
 
 from swarm.dht.records import Entry
 from swarm.errors import ExpertsNotReadyError, NotStoredError, UnknownExpertError
+from swarm.experts.calls import CallOptions
 from swarm.experts.directory import DirectoryRefreshFailed, ExpertRecordIgnored, PeerAvoided, PeerTrusted
 from swarm.experts.records import rendezvous_order
 from tests.support import MemoryWorld
-from tests.unit.experts.fakes import GRID, FakeDht, set_stage
+from tests.unit.experts.fakes import DIM, GRID, FakeDht, FakeHost, set_stage
 
 UIDS = GRID.uids()
 
@@ -174,5 +176,85 @@ def test_closing_ends_the_refreshing(memory_world: MemoryWorld) -> None:
         reads = stage.dht.reads
         await asyncio.sleep(10.0)
         assert stage.dht.reads == reads
+
+    memory_world.run(main)
+
+
+def test_a_suspect_comes_last_until_a_small_call_of_its_own_has_an_answer(memory_world: MemoryWorld) -> None:
+    async def main() -> None:
+        stage = await set_stage(memory_world, [UIDS, UIDS], directory_refresh_s=1000.0)
+        directory = stage.experts.directory
+        first, second = (c for c in directory.candidates(UIDS[0], []))
+        host = stage.primary(UIDS[0])
+        host.always["probe"] = "hang"
+        directory.mark_stalled(first)
+        assert directory.candidates(UIDS[0], []) == [second]
+        assert directory.candidates(UIDS[0], [second.peer_id]) == [first]
+        assert directory.candidates(UIDS[0], [second.peer_id], healthy=True) == []
+        assert directory.live_uids("tanh") == UIDS
+        assert stage.events.count(PeerAvoided) == 0
+        await asyncio.sleep(20.0)
+        assert stage.events.count(PeerAvoided) == 1, "it does not answer small calls either"
+
+        directory.mark_answered(first.peer_id)
+        host.always["probe"] = "ok"
+        directory.mark_stalled(first)
+        await asyncio.sleep(1.0)
+        assert directory.candidates(UIDS[0], []) == [first, second]
+
+    memory_world.run(main)
+
+
+def test_a_slow_host_that_nobody_asks_any_more_is_measured_again(memory_world: MemoryWorld) -> None:
+    """And neither that nor any other trial call is waited for by a pass."""
+
+    async def main() -> None:
+        stage = await set_stage(memory_world, [UIDS, UIDS], directory_refresh_s=1.0)
+        slow, fast = stage.primary(UIDS[0]), stage.other(stage.primary(UIDS[0]))
+        clock, how = stage.endpoint.runtime.clock, CallOptions("the layer")
+
+        async def step() -> float:
+            begun = clock.time()
+            await stage.experts.forward([stage.experts.new_call(UIDS[0], 1, [torch.zeros(1, DIM)])], how)
+            return clock.time() - begun
+
+        for _ in range(3):
+            await step()
+        stage.experts.loads.waited(slow.transport.peer_id, 0.5, clock.time())
+        slow.always["probe"] = "hang"
+
+        def asked(host: FakeHost) -> int:
+            return sum(uid == UIDS[0] for _, uid, *_ in host.log)
+
+        before = asked(slow)
+        await asyncio.sleep(1.5)  # the trial call hangs
+        assert await step() < 0.1
+        assert (asked(slow), asked(fast)) == (before, 1)
+        slow.always["probe"] = "ok"
+        await asyncio.sleep(60.0)
+        await step()
+        assert asked(slow) == before + 1, "it is as fast as the other one again, and first in order"
+
+    memory_world.run(main)
+
+
+def test_a_host_too_slow_for_its_deadline_is_tried_ever_more_rarely_until_the_deadline_has_grown(
+    memory_world: MemoryWorld,
+) -> None:
+    """The only holder answers small calls, but takes longer than the deadline for real ones."""
+
+    async def main() -> None:
+        stage = await set_stage(memory_world, [UIDS], deadline={"initial_s": 0.3, "floor_s": 0.1, "cap_s": 10.0})
+        stage.hosts[0].always["forward"] = "slow"
+        how = CallOptions("the layer")
+        outcomes = []
+        for _ in range(8):
+            call = stage.experts.new_call(UIDS[0], 1, [torch.zeros(1, DIM)])
+            await stage.experts.forward([call], how)
+            outcomes.append(call.answered)
+            await asyncio.sleep(12.0)
+        assert not outcomes[0]
+        assert outcomes[-3:] == [True] * 3
+        assert stage.events.count(PeerTrusted) >= 1
 
     memory_world.run(main)
