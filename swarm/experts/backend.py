@@ -8,19 +8,25 @@ computed again one request at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from swarm.errors import ExpertFailedError, NonFiniteError, SchemaMismatchError, SwarmError
+from swarm.events import Event
 from swarm.experts.applied import AppliedIds
+from swarm.experts.compiling import CompiledModule, warm_up_shapes
+from swarm.experts.limits import GradientLimits
 from swarm.experts.optimizing import ExpertOptimizer, Gradient
-from swarm.experts.registry import ExpertProfile, build_expert, profile
+from swarm.experts.registry import ExpertProfile, build_expert, profile, torch_dtype
 from swarm.experts.seeding import PrivateRandomness
 from swarm.experts.spec import ExpertGrid
+from swarm.experts.transfers import Arriving, HostCopies
 from swarm.identity import PeerId
 from swarm.tensors.schema import is_finite
 
@@ -28,6 +34,29 @@ from swarm.tensors.schema import is_finite
 def replay_seed(request_id: bytes) -> int:
     """Seed of a request's dropout: a function of its id, so that any host can replay the forward pass."""
     return int.from_bytes(hashlib.sha256(b"swarm/replay\0" + request_id).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeOptions:
+    """How a host computes its experts.
+
+    Attributes:
+        autocast: `bf16` runs forward passes under torch's autocast; outputs keep their declared dtype.
+        compile_backend: torch.compile's backend; none does not compile.
+        gradient_norm_ratio: See `GradientLimits`; none does not limit.
+    """
+
+    autocast: Literal["none", "bf16"] = "none"
+    compile_backend: str | None = None
+    gradient_norm_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompileFailed(Event):
+    """An expert runs without torch.compile from now on."""
+
+    uid: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -47,6 +76,7 @@ class ForwardJob:
     inputs: list[Tensor]
     train: bool = True
     keep_graph: bool = False
+    staged: Arriving | None = None
 
 
 @dataclass(slots=True)
@@ -69,18 +99,30 @@ class BackwardJob:
     apply: bool
     graph: KeptGraph | None = None
     defer: bool = False
+    staged: Arriving | None = None
+    staged_grads: Arriving | None = None
 
 
 @dataclass(slots=True)
 class BackwardResult:
-    """Gradients of the inputs; zero elements where an input has none because it is no floating-point tensor."""
+    """Gradients of the inputs; zero elements where an input has none because it is no floating-point tensor.
+
+    `limit` is what the parameters' gradient was multiplied by because it was unusually large; 1 if it was not.
+    """
 
     grad_inputs: list[Tensor]
     applied: bool
+    limit: float = 1.0
 
 
 def _rows(tensors: Sequence[Tensor]) -> int:
     return tensors[0].shape[0] if tensors else 0
+
+
+def tokens_of(tensors: Sequence[Tensor]) -> int:
+    """The size of a request: the vectors in its first tensor, at least 1."""
+    first = tensors[0]
+    return max(1, first.numel() // max(1, first.shape[-1]) if first.dim() > 1 else first.numel())
 
 
 def _check_finite(tensors: Sequence[Tensor], what: str) -> None:
@@ -96,17 +138,26 @@ class ExpertBackend:
         uid: The expert.
         run_id: Seeds the initial weights together with `uid`.
         device: Where it lives.
+        options: How it is computed.
 
     Attributes:
         stepper: Its optimizer, and how far it has come.
         applied_requests: Requests whose gradients this replica has applied.
         own_steps: Steps that only this replica has: since it was created, copied another, or was last captured.
+        notices: Events of the device's thread, for the event loop to emit.
 
     Raises:
         ConfigError, UnknownExpertClassError: The class is not installed, or does not accept the config.
     """
 
-    def __init__(self, grid: ExpertGrid, uid: str, run_id: bytes, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        grid: ExpertGrid,
+        uid: str,
+        run_id: bytes,
+        device: torch.device | str = "cpu",
+        options: ComputeOptions = ComputeOptions(),
+    ) -> None:
         self.grid = grid
         self.uid = uid
         self.device = torch.device(device)
@@ -116,7 +167,16 @@ class ExpertBackend:
         self.stepper = ExpertOptimizer(grid, uid, self.parameters)
         self.applied_requests = 0
         self.own_steps = 0
+        self.notices: deque[Event] = deque(maxlen=64)
+        self._options = options
         self._applied = AppliedIds()
+        self._copies = HostCopies(self.device)
+        self._output_dtypes = [torch_dtype(spec.dtype) for spec in self.profile.outputs]
+        ratio = options.gradient_norm_ratio
+        self._limits = GradientLimits(ratio) if ratio is not None else None
+        self._compiled = CompiledModule(self.module, options.compile_backend) if options.compile_backend else None
+        if self._compiled is not None:
+            self._warm_up(self._compiled)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -131,6 +191,35 @@ class ExpertBackend:
     @weight_version.setter
     def weight_version(self, steps: int) -> None:
         self.stepper.steps = steps
+
+    def _warm_up(self, compiled: CompiledModule) -> None:
+        """Compile now rather than while requests wait."""
+        specs = self.profile.inputs
+        examples = [
+            [
+                torch.zeros(s, dtype=torch_dtype(spec.dtype), device=self.device)
+                for s, spec in zip(shapes, specs, strict=True)
+            ]
+            for shapes in zip(*(warm_up_shapes(spec.shape) for spec in specs), strict=True)
+        ]
+        with self._autocast():
+            compiled.warm_up(examples)
+        self._report_compiler()
+
+    def _report_compiler(self) -> None:
+        if self._compiled is not None and self._compiled.failure:
+            self.notices.append(CompileFailed(self.uid, self._compiled.failure))
+            self._compiled = None
+
+    def prepare(self, jobs: Sequence[ForwardJob] | Sequence[BackwardJob]) -> None:
+        """Begin to copy what jobs need to the device, while it computes something else. From any thread."""
+        for job in jobs:
+            if isinstance(job, BackwardJob):
+                job.staged_grads = self._copies.to_device(job.grad_outputs)
+                if job.graph is not None:
+                    job.staged = Arriving([x.detach() for x in job.graph.leaves])
+                    continue
+            job.staged = self._copies.to_device(job.inputs)
 
     # ---- forward
 
@@ -151,7 +240,7 @@ class ExpertBackend:
         return results
 
     def _forward(self, jobs: Sequence[ForwardJob]) -> list[ForwardResult]:
-        inputs = self._joined([j.inputs for j in jobs])
+        inputs = self._inputs(jobs)
         _check_finite(inputs, "The inputs")
         keep = len(jobs) == 1 and jobs[0].keep_graph
         if keep:
@@ -160,7 +249,7 @@ class ExpertBackend:
             with torch.no_grad():
                 outputs = self._call(inputs, jobs[0].train, jobs[0].request_id)
         _check_finite(outputs, f"The outputs of {self.uid}")
-        cpu = [o.detach() if o.is_cpu else o.detach().cpu() for o in outputs]
+        cpu = self._copies.to_host(outputs)
         if keep:
             return [ForwardResult(cpu, KeptGraph(leaves, outputs, self.weight_version))]
         return [ForwardResult(part) for part in self._parts(cpu, [_rows(j.inputs) for j in jobs])]
@@ -177,24 +266,38 @@ class ExpertBackend:
         random: AbstractContextManager[object] = nullcontext()
         if train and self.profile.random:
             random = PrivateRandomness(replay_seed(request_id))
+            run: Callable[..., object] = self.module
+        else:
+            run = self._compiled or self.module
         try:
-            with random:
-                result = self.module(*inputs)
+            with random, self._autocast():
+                result = run(*inputs)
         except Exception as error:
             raise ExpertFailedError(f"{self.uid} raised {type(error).__name__}: {str(error)[:300]}") from error
+        self._report_compiler()
         outputs = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, tuple | list) else []
         if len(outputs) != len(self.profile.outputs) or any(o.shape[:1] != inputs[0].shape[:1] for o in outputs):
             raise ExpertFailedError(f"{self.uid} returned other outputs than its class declares.")
-        return outputs
+        return [o if o.dtype == d else o.to(d) for o, d in zip(outputs, self._output_dtypes, strict=True)]
 
-    def _joined(self, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._options.autocast == "none":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _inputs(self, jobs: Sequence[ForwardJob] | Sequence[BackwardJob]) -> list[Tensor]:
+        return self._joined([j.inputs for j in jobs], [j.staged for j in jobs])
+
+    def _joined(self, groups: Sequence[Sequence[Tensor]], staged: Sequence[Arriving | None]) -> list[Tensor]:
         """One batch on the expert's device; a lone request is not copied."""
-        if len(groups) == 1:
-            return [t.to(self.device) for t in groups[0]]
         try:
-            return [torch.cat(tensors).to(self.device) for tensors in zip(*groups, strict=True)]
+            if all(s is not None for s in staged):
+                here = [s.wait() for s in staged if s is not None]
+                return here[0] if len(here) == 1 else [torch.cat(t) for t in zip(*here, strict=True)]
+            together = groups[0] if len(groups) == 1 else [torch.cat(t) for t in zip(*groups, strict=True)]
         except RuntimeError as error:
             raise SchemaMismatchError(f"The tensors for {self.uid} do not fit together: {str(error)[:200]}") from error
+        return self._copies.to_device(together).wait()
 
     @staticmethod
     def _parts(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[list[Tensor]]:
@@ -219,23 +322,37 @@ class ExpertBackend:
             grads, part = self._isolated([jobs[i] for i in group], grad_scale)
             for i, grad in zip(group, grads, strict=True):
                 results[i] = grad if isinstance(grad, SwarmError) else BackwardResult(grad, applied=False)
-            if jobs[group[0]].apply:
+            went_well = [r for r in (results[i] for i in group) if isinstance(r, BackwardResult)]
+            if jobs[group[0]].apply and went_well:
+                good = [i for i in group if isinstance(results[i], BackwardResult)]
+                part, limit = self._limited(part, [jobs[i] for i in good])
+                for one in went_well:
+                    one.limit = limit
                 gradient = gradient.plus(part)
-                summed += [i for i in group if isinstance(results[i], BackwardResult)]
+                summed += good
         if summed:
             error = self._take_over(gradient, [jobs[i] for i in summed])
             for i in summed:
                 result = results[i]
                 assert isinstance(result, BackwardResult)
-                results[i] = error or BackwardResult(result.grad_inputs, applied=True)
+                result.applied = True
+                results[i] = error or result
             self.applied_requests += 0 if error else len(summed)
         return [r for r in results if r is not None]
+
+    def _limited(self, gradient: Gradient, jobs: Sequence[BackwardJob]) -> tuple[Gradient, float]:
+        """The gradient that jobs of one trainer have led to, and what it was multiplied by to keep it within limits."""
+        if self._limits is None:
+            return gradient, 1.0
+        tokens = sum(tokens_of(j.inputs) for j in jobs)
+        limit = self._limits.factor(jobs[0].peer_id, tokens, gradient.check(self.uid))
+        return (gradient, 1.0) if limit == 1.0 else (gradient.over(1.0 / limit), limit)
 
     def _take_over(self, gradient: Gradient, jobs: Sequence[BackwardJob]) -> SwarmError | None:
         """Give the optimizer a gradient that it owes to these jobs. Returns why it could not be applied, if so."""
         before = self.weight_version
         try:
-            self.stepper.add(gradient, sum(_rows(j.inputs) for j in jobs), sum(not j.defer for j in jobs))
+            self.stepper.add(gradient, sum(tokens_of(j.inputs) for j in jobs), sum(not j.defer for j in jobs))
         except SwarmError as error:
             return error
         finally:
@@ -253,14 +370,18 @@ class ExpertBackend:
         return None
 
     def _groups(self, jobs: Sequence[BackwardJob], indices: Sequence[int]) -> list[list[int]]:
-        """Jobs to differentiate together: alone where a graph is kept or dropout is replayed, else by `apply`."""
+        """Jobs to differentiate together: alone where a graph is kept or dropout is replayed, else by `apply`.
+
+        Gradients that are limited are those of one trainer each.
+        """
         alone: list[list[int]] = []
-        together: dict[bool, list[int]] = {}
+        together: dict[tuple[bool, PeerId | None], list[int]] = {}
         for i in indices:
             if self.profile.random or self._valid_graph(jobs[i]) is not None:
                 alone.append([i])
             else:
-                together.setdefault(jobs[i].apply, []).append(i)
+                trainer = jobs[i].peer_id if jobs[i].apply and self._limits is not None else None
+                together.setdefault((jobs[i].apply, trainer), []).append(i)
         return alone + list(together.values())
 
     def _valid_graph(self, job: BackwardJob) -> KeptGraph | None:
@@ -285,12 +406,12 @@ class ExpertBackend:
         return results, total
 
     def _differentiate(self, jobs: Sequence[BackwardJob], grad_scale: float) -> tuple[list[list[Tensor]], Gradient]:
-        grad_outputs = self._joined([j.grad_outputs for j in jobs])
+        grad_outputs = self._joined([j.grad_outputs for j in jobs], [j.staged_grads for j in jobs])
         graph = self._valid_graph(jobs[0]) if len(jobs) == 1 else None
         if graph is not None:
             leaves, outputs = graph.leaves, graph.outputs
         else:
-            leaves, outputs = self._run(self._joined([j.inputs for j in jobs]), jobs[0].request_id)
+            leaves, outputs = self._run(self._inputs(jobs), jobs[0].request_id)
         if [o.shape for o in outputs] != [g.shape for g in grad_outputs]:
             raise SchemaMismatchError("The gradients have other shapes than the outputs of the expert.")
         pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if o.requires_grad]
@@ -301,6 +422,13 @@ class ExpertBackend:
             try:
                 found = list(torch.autograd.grad([o for o, _ in pairs], wrt, [g for _, g in pairs], allow_unused=True))
             except Exception as error:
+                if self._compiled is not None:
+                    # compiled backward passes are made when they are needed first; without them it may go well
+                    self._compiled.give_up(error)
+                    self._report_compiler()
+                    for job in jobs:
+                        job.graph = None
+                    return self._differentiate(jobs, grad_scale)
                 text = f"The backward pass of {self.uid} raised {type(error).__name__}: {str(error)[:300]}"
                 raise ExpertFailedError(text) from error
         by_leaf = dict(zip(map(id, wanted), found, strict=False))
@@ -308,7 +436,7 @@ class ExpertBackend:
         _check_finite(grads, f"The input gradients of {self.uid}")
         gradient = Gradient(found[len(wanted) :] if jobs[0].apply else [None] * len(self.parameters)).over(grad_scale)
         gradient.check(self.uid)
-        return self._parts([g.cpu() for g in grads], [_rows(j.inputs) for j in jobs]), gradient
+        return self._parts(self._copies.to_host(grads), [_rows(j.inputs) for j in jobs]), gradient
 
 
 def _grad_or_zero(leaf: Tensor, grad: Tensor | None) -> Tensor:

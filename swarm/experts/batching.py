@@ -1,17 +1,19 @@
 """Dynamic batching of expert work, and the one thread that computes it on a device.
 
 `Batcher` is a queue without I/O: work of one key (expert, direction, shapes) is taken together up to a token budget,
-the oldest key first; what was cancelled or has expired is dropped when its turn comes; a full queue refuses. It never
-waits for more work: a batch grows only while the device is busy. `DeviceWorker` runs it on a thread, `InlineWorker` on
-the event loop in virtual time.
+the key of the oldest work first; what was cancelled or has expired is dropped when its turn comes; a full queue
+refuses. It never waits for more work: a batch grows only while the device is busy. `DeviceWorker` runs it on a thread,
+`InlineWorker` on the event loop in virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 import queue
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -38,6 +40,8 @@ class Work:
         expires_s: It is dropped if it has not begun by then (the peer's monotonic time).
         job: What the `compute` function of the worker understands.
         future: Resolves to whatever `compute` returned for this job; cancel it to withdraw the work.
+        caller: Who asked; the queue is shared out among callers.
+        number: How many were queued before it.
         queued_s, queue_s, compute_s: When it was queued; how long it waited; how long its batch took.
     """
 
@@ -46,9 +50,22 @@ class Work:
     expires_s: float
     job: Any
     future: asyncio.Future[Any]
+    caller: Hashable = None
+    number: int = 0
     queued_s: float = 0.0
     queue_s: float = 0.0
     compute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """Work of one key may be computed together."""
+
+    uid: str
+    direction: str
+    train: bool
+    grad_scale: float
+    trailing: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -72,18 +89,32 @@ class Batch:
     expired: list[Work] = field(default_factory=list)
 
 
+Observe = Callable[[Sequence[Work], float, float], None]
+
+
 class Batcher:
     """The queue of one device. No I/O, no locks: the caller serialises access.
+
+    Work waits only for older work and for the batch that is being computed, whatever is asked of other experts.
+
+    A caller may have as much waiting as is still free (the dynamic thresholds of Choudhury and Hahne 1998): one alone
+    fills half of the queue, two fill two thirds, and whoever comes next finds room.
 
     Args:
         max_batch_tokens: Token budget of one batch; larger work is computed alone.
         max_queued_tokens: Tokens that may wait.
+        observe: Told of every batch that was computed: its work, the seconds it took, and when it ended.
     """
 
-    def __init__(self, max_batch_tokens: int, max_queued_tokens: int) -> None:
+    def __init__(self, max_batch_tokens: int, max_queued_tokens: int, observe: Observe | None = None) -> None:
+        self._observe = observe
         self._max_batch_tokens = max_batch_tokens
         self._max_queued_tokens = max_queued_tokens
-        self._queues: OrderedDict[Hashable, deque[Work]] = OrderedDict()
+        self._queues: dict[Hashable, deque[Work]] = {}
+        # one entry for every key that has work: the number of its oldest
+        self._oldest: list[tuple[int, Hashable]] = []
+        self._by_caller: dict[Hashable, int] = {}
+        self._pushed = 0
         self._tokens_per_s = 0.0
         self.queued_tokens = 0
         self.stats = BatcherStats()
@@ -93,24 +124,35 @@ class Batcher:
 
     def push(self, work: Work, now_s: float) -> None:
         """Queue work. Raises `HostBusyError` when too much waits already (an empty queue takes work of any size)."""
-        if self.queued_tokens and self.queued_tokens + work.tokens > self._max_queued_tokens:
+        mine = self._by_caller.get(work.caller, 0)
+        if self.queued_tokens and mine + work.tokens > self._max_queued_tokens - self.queued_tokens:
             self.stats.refused += 1
             raise HostBusyError(
-                f"{self.queued_tokens} tokens wait already.", fix="Retry later, or ask another replica."
+                f"{self.queued_tokens} tokens wait already, {mine} of them yours.",
+                fix="Retry later, or ask another replica.",
             )
         work.queued_s = now_s
         self.queued_tokens += work.tokens
-        self._queues.setdefault(work.key, deque()).append(work)
+        self._by_caller[work.caller] = mine + work.tokens
+        work.number = self._pushed
+        self._pushed += 1
+        waiting = self._queues.get(work.key)
+        if waiting is None:
+            self._queues[work.key] = deque((work,))
+            heapq.heappush(self._oldest, (work.number, work.key))
+        else:
+            waiting.append(work)
 
     def pop(self, now_s: float) -> Batch:
         """The next batch; empty when nothing waits."""
         batch = Batch()
-        while self._queues and not batch.work:
-            key, waiting = self._queues.popitem(last=False)
+        while self._oldest and not batch.work:
+            _, key = heapq.heappop(self._oldest)
+            waiting = self._queues[key]
             budget = self._max_batch_tokens
             while waiting and (not batch.work or waiting[0].tokens <= budget):
                 work = waiting.popleft()
-                self.queued_tokens -= work.tokens
+                self._leaves(work)
                 work.queue_s = now_s - work.queued_s
                 if work.future.cancelled():
                     self.stats.cancelled += 1
@@ -121,12 +163,21 @@ class Batcher:
                     budget -= work.tokens
                     batch.work.append(work)
             if waiting:
-                # the rest of this key waits for the others to have their turn
-                self._queues[key] = waiting
+                heapq.heappush(self._oldest, (waiting[0].number, key))
+            else:
+                del self._queues[key]
         return batch
 
-    def done(self, batch: Sequence[Work], elapsed_s: float) -> None:
-        """Learn how fast the device is."""
+    def _leaves(self, work: Work) -> None:
+        self.queued_tokens -= work.tokens
+        left = self._by_caller[work.caller] - work.tokens
+        if left:
+            self._by_caller[work.caller] = left
+        else:
+            del self._by_caller[work.caller]
+
+    def done(self, batch: Sequence[Work], elapsed_s: float, now_s: float = 0.0) -> None:
+        """Learn how fast the device is from a batch that ended at `now_s`."""
         tokens = sum(w.tokens for w in batch)
         self.stats.batches += 1
         self.stats.batched += len(batch)
@@ -135,6 +186,13 @@ class Batcher:
         if elapsed_s > 0:
             rate = tokens / elapsed_s
             self._tokens_per_s += (rate - self._tokens_per_s) * (_SMOOTHING if self._tokens_per_s else 1.0)
+        if self._observe is not None:
+            self._observe(batch, elapsed_s, now_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast the device computes while it has work; 0 until that is known."""
+        return self._tokens_per_s
 
     @property
     def expected_wait_s(self) -> float:
@@ -142,6 +200,8 @@ class Batcher:
         return self.queued_tokens / self._tokens_per_s if self._tokens_per_s > 0 else 0.0
 
 
+Prepare = Callable[[Sequence[Work]], None]
+"""Begins to copy what a batch needs to the device, while the batch before is computed."""
 Compute = Callable[[Sequence[Work]], Sequence[Any]]
 """Computes a batch of equal keys; returns one result per work (an exception as a value is a result like any other)."""
 
@@ -211,11 +271,24 @@ class DeviceWorker:
     While the device is idle, work that is known to take less than the two thread switches would (a few experts only:
     tiny ones) is computed on the event loop. torch's number of intra-op threads belongs to the process; it is left as
     it is.
+
+    Args:
+        prepare: Runs on a second thread, one batch ahead; for devices to which copies take time.
     """
 
-    def __init__(self, batcher: Batcher, compute: Compute, clock: Clock, name: str = "swarm-device") -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        compute: Compute,
+        clock: Clock,
+        name: str = "swarm-device",
+        prepare: Prepare | None = None,
+    ) -> None:
         self.batcher = batcher
         self._compute = compute
+        self._prepare = prepare
+        self._ready: queue.SimpleQueue[Callable[[], None] | Batch | None] = queue.SimpleQueue()
+        self._ahead = threading.Semaphore(1)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -226,7 +299,11 @@ class DeviceWorker:
         self._wake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [self._thread]
+        if prepare is not None:
+            self._threads.append(threading.Thread(target=self._run_ahead, name=f"{name}-copies", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Work) -> None:
         if self._closed:
@@ -250,9 +327,10 @@ class DeviceWorker:
     def _timed(self, batch: Batch) -> Sequence[Any]:
         begun_s = self._clock.time()
         results = _computed(self._compute, batch.work)
-        elapsed_s = self._clock.time() - begun_s
+        now_s = self._clock.time()
+        elapsed_s = now_s - begun_s
         with self._lock:
-            self.batcher.done(batch.work, elapsed_s)
+            self.batcher.done(batch.work, elapsed_s, now_s)
         for work in batch.work:
             work.compute_s = elapsed_s
         if len(self._costs) > _MAX_COSTS:
@@ -280,6 +358,9 @@ class DeviceWorker:
         return await future
 
     def _run(self) -> None:
+        if self._prepare is not None:
+            self._run_prepared()
+            return
         while True:
             run = self._wake.get()
             if run is not None:
@@ -289,11 +370,51 @@ class DeviceWorker:
             if self._closed:
                 break
             with self._device:
-                with self._lock:
-                    batch = self.batcher.pop(self._clock.time())
+                batch = self._next()
                 results = self._timed(batch) if batch.work else ()
-            if batch.work or batch.expired:
-                self._loop.call_soon_threadsafe(_deliver, batch, results)
+            self._answer(batch, results)
+        self._end_calls()
+
+    def _run_ahead(self) -> None:
+        """Take functions and batches from the queue for the device's thread, at most one batch ahead of it."""
+        assert self._prepare is not None
+        while True:
+            run = self._wake.get()
+            if run is not None:
+                self._ready.put(run)
+                continue
+            if self._closed:
+                break
+            self._ahead.acquire()
+            batch = self._next()
+            if batch.work:
+                # out of memory, say: computing copies what is not there, and reports what fails then
+                with contextlib.suppress(RuntimeError):
+                    self._prepare(batch.work)
+            self._ready.put(batch)
+        self._end_calls()
+        self._ready.put(None)
+
+    def _run_prepared(self) -> None:
+        while (item := self._ready.get()) is not None:
+            if not isinstance(item, Batch):
+                with self._device:
+                    item()
+                continue
+            self._ahead.release()
+            with self._device:
+                results = self._timed(item) if item.work else ()
+            self._answer(item, results)
+
+    def _next(self) -> Batch:
+        with self._lock:
+            return self.batcher.pop(self._clock.time())
+
+    def _answer(self, batch: Batch, results: Sequence[Any]) -> None:
+        if batch.work or batch.expired:
+            self._loop.call_soon_threadsafe(_deliver, batch, results)
+
+    def _end_calls(self) -> None:
         while not self._wake.empty():
             if (run := self._wake.get()) is not None:
                 run()
@@ -306,7 +427,8 @@ class DeviceWorker:
         with self._lock:
             waiting = self.batcher.pop(float("inf"))
         _fail(waiting)
-        await self._loop.run_in_executor(None, self._thread.join, 10.0)
+        for thread in self._threads:
+            await self._loop.run_in_executor(None, thread.join, 10.0)
 
 
 class InlineWorker:
@@ -341,8 +463,9 @@ class InlineWorker:
                 results: Sequence[Any] = ()
                 if batch.work:
                     results = await self._runtime.offload(_computed, self._compute, batch.work)
-                    elapsed_s = self._runtime.clock.time() - now_s
-                    self.batcher.done(batch.work, elapsed_s)
+                    ended_s = self._runtime.clock.time()
+                    elapsed_s = ended_s - now_s
+                    self.batcher.done(batch.work, elapsed_s, ended_s)
                     for work in batch.work:
                         work.compute_s = elapsed_s
                 _deliver(batch, results)

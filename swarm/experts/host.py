@@ -1,14 +1,15 @@
 """A host of experts: takes its share of the manifest's experts, serves and trains them, keeps replicas alike.
 
 The parts: `placement` decides what to hold, `serving` answers calls, `batching` computes them on the device's thread,
-`replicas` copies states between hosts, `announcing` writes and reads the records. This module owns their lifetime.
+`replicas` copies states between hosts, `keeping` saves them, `announcing` writes and reads the records. This module
+owns their lifetime.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -18,14 +19,18 @@ from swarm.endpoint import Endpoint
 from swarm.errors import ConfigError, SwarmError, UnknownExpertClassError, UnknownOptimizerError
 from swarm.events import Event
 from swarm.experts.announcing import Announcer
-from swarm.experts.backend import ExpertBackend
+from swarm.experts.backend import ComputeOptions, ExpertBackend
 from swarm.experts.batching import Batcher, BatcherStats, DeviceWorker, InlineWorker, Worker
-from swarm.experts.placement import Drop, Placement, Take, donors_of
+from swarm.experts.checkpoints import checkpoints_of
+from swarm.experts.keeping import ExpertKeeper
+from swarm.experts.overview import donors_of
+from swarm.experts.placement import Drop, Placement, Take
 from swarm.experts.records import HostRecord
 from swarm.experts.registry import check_grid
 from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSynced
-from swarm.experts.serving import ExpertServer, ServingStats, compute
+from swarm.experts.serving import ExpertServer, ServingStats, compute, prepare
 from swarm.experts.spec import ExpertGrid, parse_uid
+from swarm.experts.statistics import ExpertUse, Statistics
 from swarm.runtime import TaskFailed
 from swarm.state.transfer import SnapshotStore
 
@@ -40,7 +45,7 @@ _MAX_EXPERTS = 65536
 
 @dataclass(frozen=True, slots=True)
 class ExpertTaken(Event):
-    """The host holds an expert from now on: created with its initial weights (no donor), or copied from `donor`."""
+    """The host holds an expert from now on: copied from `donor`, from `disk`, or (empty) with its initial weights."""
 
     uid: str
     weight_version: int
@@ -91,6 +96,7 @@ class HostStats:
     cache_bytes: int
     serving: ServingStats
     batching: BatcherStats
+    per_expert: dict[str, ExpertUse]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -136,6 +142,12 @@ class ExpertHost:
         self._capacity = 0
         self._worker: Worker | None = None
         self._device = torch.device("cpu")
+        self._statistics = Statistics()
+        self._options = ComputeOptions(
+            autocast=self._config.autocast,
+            compile_backend="inductor" if self._config.compile else None,
+            gradient_norm_ratio=self._config.max_gradient_norm_ratio,
+        )
 
     @property
     def held(self) -> dict[str, int]:
@@ -151,6 +163,8 @@ class ExpertHost:
     def stats(self) -> HostStats:
         """Counters, and what waits now. Valid after `start`."""
         batcher = self._started().batcher
+        use = self._statistics.use(sorted(self._experts), self._runtime.clock.time())
+        steppers = {uid: backend.stepper for uid, backend in self._experts.items()}
         return HostStats(
             experts=len(self._experts),
             capacity=self._capacity,
@@ -159,6 +173,10 @@ class ExpertHost:
             cache_bytes=self._server.cache.nbytes,
             serving=self._server.stats,
             batching=batcher.stats,
+            per_expert={
+                uid: replace(one, steps=steppers[uid].made, pending_tokens=steppers[uid].pending_tokens)
+                for uid, one in use.items()
+            },
         )
 
     def backend(self, uid: str) -> ExpertBackend:
@@ -181,17 +199,20 @@ class ExpertHost:
         self._device = resolve_device(self._config.device)
         await self._choose_grids()
         runtime = self._runtime
-        batcher = Batcher(self._config.max_batch_tokens, self._config.max_queued_tokens)
+        batcher = Batcher(self._config.max_batch_tokens, self._config.max_queued_tokens, self._statistics.observe)
         if runtime.virtual:
             self._worker = InlineWorker(batcher, compute, runtime)
         else:
-            self._worker = DeviceWorker(batcher, compute, runtime.clock)
+            ahead = prepare if self._device.type == "cuda" else None
+            self._worker = DeviceWorker(batcher, compute, runtime.clock, prepare=ahead)
         self._server = ExpertServer(
             self._endpoint,
             self._experts,
             self._worker,
             self._config.forward_cache_bytes,
             self._config.max_inflight_bytes,
+            self._config.upload_stall_s,
+            self._config.upload_bytes_s,
         )
         self._replicas = ReplicaExchange(
             self._endpoint, self._store, self._worker, self._experts, refresh_s=self._config.replica_sync_s / 2
@@ -200,11 +221,16 @@ class ExpertHost:
         self._placement = Placement(self._endpoint.peer_id, replicas, self._capacity)
         ttl_s = self._config.announce_ttl_s
         self._announcer = Announcer(self._endpoint, list(self._grids), self._capacity, ttl_s)
+        self._keeper = ExpertKeeper(
+            self._endpoint, self._store, self._worker, self._replicas, self._experts, checkpoints_of(self._endpoint)
+        )
+        await self._keeper.start()
         await self._announce()
         self._tasks = [
             runtime.spawn(self._announcements(ttl_s / _ANNOUNCEMENTS_PER_TTL), "experts-announce"),
             runtime.spawn(self._every(self._config.placement_s, self._place), "experts-place"),
             runtime.spawn(self._every(self._config.replica_sync_s, self._synchronise), "experts-sync"),
+            runtime.spawn(self._every(self._config.checkpoint_s, self._keeper.save), "experts-save"),
         ]
 
     async def _choose_grids(self) -> None:
@@ -239,7 +265,10 @@ class ExpertHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
             if drain and self._experts:
+                # first, since patience may end while others take over; then what has changed meanwhile
+                await self._keeper.save_within(self._config.drain_timeout_s / 2)
                 await self._hand_over()
+                await self._keeper.save_within(self._config.drain_timeout_s / 2)
             await self._announcer.withdraw()
         finally:
             # also when the caller's patience ends first
@@ -269,12 +298,20 @@ class ExpertHost:
             await self._announce()
 
     async def _announce(self) -> None:
-        await self._announcer.announce(self.held, self._started().batcher.expected_wait_s, self._leaving)
+        await self._announcer.announce(
+            self.held,
+            self._started().batcher.expected_wait_s,
+            self._leaving,
+            throughput=self._started().batcher.tokens_per_s,
+            busy=self._statistics.busy(self._runtime.clock.time()),
+            kept=self._keeper.kept,
+        )
 
     async def _look(self) -> bool:
         """Read the other hosts' announcements; false if that failed."""
         found = await self._announcer.look()
         self._view = found if found is not None else self._view
+        self._keeper.observe(self._view)
         return found is not None
 
     # ---- placement
@@ -282,7 +319,13 @@ class ExpertHost:
     async def _place(self) -> None:
         if not await self._look():
             return
-        for action in self._placement.decide(self.held, self._view):
+        for uid in await self._keeper.catch_up(self._view):
+            self._server.cache.drop_graphs(uid)
+            self._changed.set()
+        held = self.held
+        busy = self._statistics.busy(self._runtime.clock.time())
+        view = await self._runtime.offload(self._placement.overview, held, self._view, self._keeper.kept, busy)
+        for action in self._placement.decide_on(view, held):
             if isinstance(action, Take):
                 await self._take(action)
             else:
@@ -295,9 +338,9 @@ class ExpertHost:
         name, _ = parse_uid(take.uid)
         try:
             backend = await self._runtime.offload(
-                ExpertBackend, self._grids[name], take.uid, self._endpoint.run_id, self._device
+                ExpertBackend, self._grids[name], take.uid, self._endpoint.run_id, self._device, self._options
             )
-            donor = await self._replicas.copy(backend, take.donors, NEVER) if take.donors else None
+            source = await self._keeper.fill(backend, take.donors, take.keepers)
         except SwarmError as error:
             self._runtime.emit(ExpertNotTaken(take.uid, error.message))
             return
@@ -306,7 +349,7 @@ class ExpertHost:
             return
         self._experts[take.uid] = backend
         self._changed.set()
-        self._runtime.emit(ExpertTaken(take.uid, backend.weight_version, str(donor.peer_id) if donor else ""))
+        self._runtime.emit(ExpertTaken(take.uid, backend.weight_version, source))
 
     async def _drop(self, drop: Drop) -> None:
         """Give a surplus replica up, once every other holder has confirmed that it has it, at our version at least."""
@@ -322,6 +365,7 @@ class ExpertHost:
             return
         del self._experts[drop.uid]
         self._server.cache.drop_expert(drop.uid)
+        self._statistics.forget(drop.uid)
         self._replicas.forget(drop.uid)
         self._changed.set()
         self._runtime.emit(ExpertDropped(drop.uid, f"{len(drop.others)} other hosts hold it."))

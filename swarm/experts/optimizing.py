@@ -87,6 +87,7 @@ class ExpertOptimizer:
         torch: The torch optimizer; none for an expert without trainable parameters.
         steps: Steps applied since the initial weights, on whichever host: the expert's weight version. The schedule
             goes by it, so that it survives moves between hosts.
+        made: Steps that this replica has made itself.
         samples: Tokens whose gradients have become steps here; whoever merges replicas sets it back.
         pending_tokens, pending_requests: What has been collected for the next step.
 
@@ -103,6 +104,7 @@ class ExpertOptimizer:
         self._base_lrs = [float(group.get("lr", 0.0)) for group in self.torch.param_groups] if self.torch else []
         self.steps = 0
         self.samples = 0
+        self.made = 0
         self._drop_pending()
 
     def _drop_pending(self) -> None:
@@ -166,6 +168,7 @@ class ExpertOptimizer:
             self.torch.zero_grad(set_to_none=True)
             # kept graphs must not outlive the weights, whatever happened
             self.steps += 1
+            self.made += 1
             self.samples += tokens
 
     # ---- state

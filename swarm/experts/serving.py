@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from swarm.endpoint import Endpoint
 from swarm.errors import (
+    CallTimeoutError,
     HostBusyError,
     SchemaMismatchError,
     SwarmError,
@@ -25,9 +25,11 @@ from swarm.experts.backend import (
     ExpertBackend,
     ForwardJob,
     ForwardResult,
+    tokens_of,
 )
-from swarm.experts.batching import Work, Worker
+from swarm.experts.batching import BatchKey, Work, Worker
 from swarm.experts.cache import CachedForward, ForwardCache
+from swarm.experts.limits import InflightBudget
 from swarm.experts.protocol import (
     CALL,
     CALL_STREAM,
@@ -49,6 +51,7 @@ from swarm.tensors.wire import Admit, Limits, from_frame, to_frame
 _UNARY_LIMITS = Limits(max_payload_bytes=MAX_UNARY_BYTES)
 _STREAM_LIMITS = Limits(max_header_bytes=4 << 20, max_tensors=16384, max_payload_bytes=MAX_CALL_PAYLOAD_BYTES)
 _GRAPH_SHARE = 4
+_MAX_COUNTED_PEERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +73,32 @@ class ServingStats:
     backward_parts: int = 0
     failed_parts: int = 0
     applied_parts: int = 0
+    limited_parts: int = 0
     recomputed_parts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class BatchKey:
-    """Work of one key may be computed together."""
+class GradientLimited(Event):
+    """A trainer's gradient for an expert was unusually large; it was multiplied by `factor`."""
 
     uid: str
-    direction: str
-    train: bool
-    grad_scale: float
-    trailing: tuple[tuple[int, ...], ...]
+    peer: str
+    factor: float
 
 
-class _FirstChunk(ByteStream):
-    """A stream from which one message has been taken already."""
+class _Upload(ByteStream):
+    """One request on a stream, its first message taken already; none of the others may be late."""
 
-    def __init__(self, first: bytes, stream: ByteStream) -> None:
+    def __init__(self, first: bytes, stream: ByteStream, stall_s: float, bytes_s: float) -> None:
         self._first: bytes | None = first
         self._stream = stream
+        self._stall_s = stall_s
+        self._bytes_s = bytes_s
+        self._ends_s = float("inf")
+
+    def announced(self, nbytes: int) -> None:
+        """The request takes so many bytes: it has to be here by a certain time."""
+        self._ends_s = asyncio.get_running_loop().time() + self._stall_s + nbytes / self._bytes_s
 
     async def send(self, chunk: bytes) -> None:
         await self._stream.send(chunk)
@@ -99,38 +108,14 @@ class _FirstChunk(ByteStream):
 
     async def receive(self) -> bytes | None:
         first, self._first = self._first, None
-        return first if first is not None else await self._stream.receive()
-
-
-class InflightBudget:
-    """Bounds the memory of requests from the moment that their size is announced until they are answered."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.held_bytes = 0
-
-    @contextmanager
-    def hold(self) -> Iterator[Admit]:
-        """Reserve with the callable, release when the block ends.
-
-        The callable raises `HostBusyError` when others hold too much already; alone, a request of any size is admitted.
-        """
-        mine = 0
-
-        def admit(nbytes: int) -> None:
-            nonlocal mine
-            if self.held_bytes and self.held_bytes + nbytes > self._max_bytes:
-                raise HostBusyError(
-                    f"Requests of {self.held_bytes} bytes are on their way; {nbytes} more would be too much.",
-                    fix="Retry later, or ask another replica.",
-                )
-            mine += nbytes
-            self.held_bytes += nbytes
-
+        if first is not None:
+            return first
         try:
-            yield admit
-        finally:
-            self.held_bytes -= mine
+            async with asyncio.timeout_at(min(asyncio.get_running_loop().time() + self._stall_s, self._ends_s)):
+                return await self._stream.receive()
+        except TimeoutError as error:
+            fix = "Send smaller requests, or check the link."
+            raise CallTimeoutError("The request did not arrive in time.", fix=fix) from error
 
 
 def compute(works: Sequence[Work]) -> Sequence[ForwardResult | BackwardResult | SwarmError]:
@@ -140,6 +125,12 @@ def compute(works: Sequence[Work]) -> Sequence[ForwardResult | BackwardResult | 
     assert isinstance(key, BatchKey)
     jobs = [w.job[1] for w in works]
     return backend.forward(jobs) if key.direction == "forward" else backend.backward(jobs, key.grad_scale)
+
+
+def prepare(works: Sequence[Work]) -> None:
+    """Begin to copy a batch to the device."""
+    backend: ExpertBackend = works[0].job[0]
+    backend.prepare([w.job[1] for w in works])
 
 
 def _fits(what: str, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], rows: int | None = None) -> int:
@@ -160,11 +151,14 @@ def _fits(what: str, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], row
 class ExpertServer:
     """Serves `CALL` and `CALL_STREAM` for the experts of a host.
 
+    `limited_by_peer` counts the gradients of each trainer that were scaled down, of the trainers limited lately.
+
     Args:
         experts: The held experts; the host changes it.
         worker: Computes `compute` on the device.
         cache_bytes: Size of the forward cache.
         max_inflight_bytes: Bound of the requests that arrive or are not answered yet.
+        stall_s, upload_bytes_s: A request whose next chunk takes longer, or which arrives more slowly, is given up.
     """
 
     def __init__(
@@ -174,7 +168,11 @@ class ExpertServer:
         worker: Worker,
         cache_bytes: int,
         max_inflight_bytes: int = 1 << 30,
+        stall_s: float = 10.0,
+        upload_bytes_s: float = 65536.0,
     ) -> None:
+        self._stall_s = stall_s
+        self._upload_bytes_s = upload_bytes_s
         self._runtime = endpoint.runtime
         self._experts = experts
         self._worker = worker
@@ -182,11 +180,12 @@ class ExpertServer:
         self.cache = ForwardCache(cache_bytes)
         self.inflight = InflightBudget(max_inflight_bytes)
         self.stats = ServingStats()
+        self.limited_by_peer: dict[PeerId, int] = {}
         endpoint.transport.serve(CALL, self._call)
         endpoint.transport.serve_stream(CALL_STREAM, self._call_stream)
 
     async def _call(self, context: CallContext, data: bytes) -> bytes:
-        with self.inflight.hold() as admit:
+        with self.inflight.hold(context.peer_id) as admit:
             meta, tensors = from_frame(data, _UNARY_LIMITS, admit)
             request = CallRequest.from_meta(meta)
             response, outputs = await self._answer(context.peer_id, request, tensors)
@@ -195,12 +194,23 @@ class ExpertServer:
     async def _call_stream(self, context: CallContext, stream: ByteStream) -> None:
         """Any number of calls, one after the other."""
         while (first := await stream.receive()) is not None:
-            with self.inflight.hold() as admit:
-                meta, tensors = await receive_tensors(_FirstChunk(first, stream), self._runtime, _STREAM_LIMITS, admit)
+            with self.inflight.hold(context.peer_id) as hold:
+                upload = _Upload(first, stream, self._stall_s, self._upload_bytes_s)
+
+                def admit(nbytes: int, hold: Admit = hold, upload: _Upload = upload) -> None:
+                    hold(nbytes)
+                    upload.announced(nbytes)
+
+                meta, tensors = await receive_tensors(upload, self._runtime, _STREAM_LIMITS, admit)
                 request = CallRequest.from_meta(meta)
+                ends_s = asyncio.get_running_loop().time() + request.timeout_s
                 response, outputs = await self._answer(context.peer_id, request, tensors)
                 del tensors
-                await send_tensors(stream, self._runtime, response.to_meta(), outputs, request.reply_codec)
+                try:
+                    async with asyncio.timeout_at(max(ends_s, asyncio.get_running_loop().time() + self._stall_s)):
+                        await send_tensors(stream, self._runtime, response.to_meta(), outputs, request.reply_codec)
+                except TimeoutError as error:
+                    raise CallTimeoutError("The caller did not take its answer in time.") from error
 
     async def _answer(
         self, peer_id: PeerId, request: CallRequest, tensors: Sequence[Tensor]
@@ -244,7 +254,6 @@ class ExpertServer:
             job, tensors = self._forward_job(request, part, backend, tensors)
         else:
             job, tensors = self._backward_job(peer_id, part, backend, tensors)
-        first = tensors[0]
         work = Work(
             key=BatchKey(
                 part.uid,
@@ -253,10 +262,11 @@ class ExpertServer:
                 request.grad_scale,
                 tuple(tuple(t.shape[1:]) for t in tensors),
             ),
-            tokens=max(1, first.numel() // max(1, first.shape[-1]) if first.dim() > 1 else first.numel()),
+            tokens=tokens_of(tensors),
             expires_s=self._runtime.clock.time() + request.timeout_s,
             job=(backend, job),
             future=asyncio.get_running_loop().create_future(),
+            caller=peer_id,
         )
         self._worker.submit(work)
         return work
@@ -299,6 +309,8 @@ class ExpertServer:
     ) -> tuple[PartResponse, list[Tensor]]:
         backend = admitted.job[0] if isinstance(admitted, Work) else self._experts.get(part.uid)
         version = backend.weight_version if backend is not None else 0
+        while backend is not None and backend.notices:
+            self._runtime.emit(backend.notices.popleft())
         if isinstance(result, SwarmError):
             self.stats.failed_parts += 1
             self._runtime.emit(PartFailed(part.uid, str(peer_id), result.code, result.message))
@@ -312,8 +324,18 @@ class ExpertServer:
             outputs, applied = result.outputs, False
         else:
             outputs, applied = result.grad_inputs, result.applied
+            if result.limit != 1.0:
+                self._limited(part.uid, peer_id, result.limit)
             if applied:
                 self.stats.applied_parts += 1
                 if not part.defer:
                     self.cache.drop_graphs(part.uid)
         return PartResponse(part.uid, part.request_id, n=len(outputs), applied=applied, weight_version=version), outputs
+
+    def _limited(self, uid: str, peer_id: PeerId, factor: float) -> None:
+        self.stats.limited_parts += 1
+        counts = self.limited_by_peer
+        counts[peer_id] = counts.pop(peer_id, 0) + 1
+        if len(counts) > _MAX_COUNTED_PEERS:
+            del counts[next(iter(counts))]
+        self._runtime.emit(GradientLimited(uid, str(peer_id), factor))

@@ -367,7 +367,7 @@ def test_a_full_queue_refuses_and_cancelled_work_is_dropped(world: World) -> Non
     swarm = Swarm(world, grid("fragile.[0:1]", "fragile", replicas=1))
 
     async def body() -> None:
-        await swarm.begin(max_queued_tokens=8)
+        await swarm.begin(max_queued_tokens=16)  # half of it is this caller's
         await swarm.settled(1)
         device = swarm.hosts[0]._started()
         opened = _hold(world, device)

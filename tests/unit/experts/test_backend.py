@@ -18,6 +18,8 @@ from swarm.errors import (
 from swarm.experts.backend import (
     BackwardJob,
     BackwardResult,
+    CompileFailed,
+    ComputeOptions,
     ExpertBackend,
     ForwardJob,
     ForwardResult,
@@ -31,6 +33,7 @@ from swarm.identity import PeerId
 from swarm.state.transfer import Snapshot
 
 RUN, PEER, HID = bytes(32), PeerId(bytes(32)), 6
+LIAR = PeerId(b"l" * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +67,8 @@ def forward(b: ExpertBackend, *xs: Tensor, train: bool = True, keep: bool = True
     return results  # type: ignore[return-value]
 
 
-def job(x: Tensor, g: Tensor, apply: bool = True, **kwargs: Any) -> BackwardJob:
-    return BackwardJob(PEER, kwargs.pop("request_id", None) or rid(), [x], [g], apply, **kwargs)
+def job(x: Tensor, g: Tensor, apply: bool = True, peer: PeerId = PEER, **kwargs: Any) -> BackwardJob:
+    return BackwardJob(peer, kwargs.pop("request_id", None) or rid(), [x], [g], apply, **kwargs)
 
 
 def weights(b: ExpertBackend) -> list[Tensor]:
@@ -374,3 +377,134 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(change: str) -> None:
 def test_initial_weights_are_the_defined_ones() -> None:
     assert isinstance(backend().module, FeedForward)
     assert same(weights(backend()), [p.detach() for p in build_expert(grid(), "a.0", RUN).parameters()])
+
+
+def test_a_liar_does_not_wreck_the_expert_and_is_told_apart_in_a_batch() -> None:
+    options = ComputeOptions(gradient_norm_ratio=10.0)
+    b = ExpertBackend(grid(optimizer=OptimizerSpec("sgd", lr=0.01)), "a.0", RUN, options=options)
+    alone = backend(optimizer=OptimizerSpec("sgd", lr=0.01))
+    x, g = torch.randn(4, HID), torch.randn(4, HID)
+    for _ in range(3):
+        b.backward([job(x, g)])
+        alone.backward([job(x, g)])
+    assert same(weights(b), weights(alone)), "one trainer is not limited"
+    before = weights(b)
+    honest, lie = b.backward([job(x, g), job(x, 1e6 * g, peer=LIAR)])
+    assert isinstance(honest, BackwardResult)
+    assert isinstance(lie, BackwardResult)
+    assert (honest.applied, honest.limit) == (True, 1.0)
+    assert lie.applied
+    assert lie.limit < 1e-4
+    # input gradients are the caller's own affair
+    torch.testing.assert_close(lie.grad_inputs[0], 1e6 * honest.grad_inputs[0], rtol=1e-4, atol=1e-2)
+    alone.backward([job(x, g)])
+    step = torch.cat([(p - q).flatten() for p, q in zip(weights(alone), before, strict=True)]).norm()
+    moved = torch.cat([(p - q).flatten() for p, q in zip(weights(b), before, strict=True)]).norm()
+    assert moved <= 15 * step
+    unlimited = backend(optimizer=OptimizerSpec("sgd", lr=0.01))
+    unlimited.backward([job(x, g), job(x, 1e6 * g, peer=LIAR)])
+    wrecked = torch.cat([(p - q).flatten() for p, q in zip(weights(unlimited), weights(backend()), strict=True)]).norm()
+    assert wrecked > 1e4 * step
+
+
+def test_autocast_computes_in_bf16_and_answers_in_the_declared_dtype() -> None:
+    exact = backend(inner=64)
+    fast = ExpertBackend(grid(inner=64), "a.0", RUN, options=ComputeOptions(autocast="bf16"))
+    x, g = torch.randn(32, HID), torch.randn(32, HID)
+    [want], [got] = forward(exact, x), forward(fast, x)
+    assert got.outputs[0].dtype == torch.float32
+    assert not torch.equal(got.outputs[0], want.outputs[0])
+    torch.testing.assert_close(got.outputs[0], want.outputs[0], rtol=2e-2, atol=2e-2)
+    for kept in (False, True):
+        [w] = exact.backward([job(x, g, apply=False, graph=want.graph if kept else None)])
+        [f] = fast.backward([job(x, g, apply=False, graph=got.graph if kept else None)])
+        assert isinstance(w, BackwardResult)
+        assert isinstance(f, BackwardResult)
+        assert f.grad_inputs[0].dtype == torch.float32
+        torch.testing.assert_close(f.grad_inputs[0], w.grad_inputs[0], rtol=5e-2, atol=5e-2)
+    fast.backward([job(x, g)])
+    assert all(p.dtype == torch.float32 for p in fast.parameters)
+    assert fast.weight_version == 1
+
+
+def test_a_compiled_expert_equals_the_plain_one_for_any_number_of_tokens() -> None:
+    plain, compiled = backend(), ExpertBackend(grid(), "a.0", RUN, options=ComputeOptions(compile_backend="eager"))
+    assert not compiled.notices
+    for n in (1, 2, 7):
+        x, g = torch.randn(n, HID), torch.randn(n, HID)
+        [want], [got] = forward(plain, x), forward(compiled, x)
+        torch.testing.assert_close(got.outputs[0], want.outputs[0])
+        for b, kept in ((plain, want), (compiled, got)):
+            [result] = b.backward([job(x, g, graph=kept.graph)])
+            assert isinstance(result, BackwardResult)
+    assert compiled._compiled is not None
+    for p, q in zip(weights(plain), weights(compiled), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_compiler_that_fails_is_given_up_with_an_event(late: bool) -> None:
+    failing = False
+
+    def broken(graph: Any, examples: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if failing:
+                raise RuntimeError("no such kernel")
+            return graph(*args)
+
+        if not late:
+            raise RuntimeError("cannot compile")
+        return run
+
+    b = ExpertBackend(grid(), "a.0", RUN, options=ComputeOptions(compile_backend=broken))  # type: ignore[arg-type]
+    failing = late
+    assert len(b.notices) == (0 if late else 1)
+    x = torch.randn(3, HID)
+    [result] = forward(b, x)
+    torch.testing.assert_close(result.outputs[0], backend().module(x))
+    assert [type(n) for n in b.notices] == [CompileFailed]
+    forward(b, x)
+    assert len(b.notices) == 1
+    torch.compiler.reset()
+
+
+def test_a_request_that_is_wrong_does_not_cost_the_compiler() -> None:
+    b = ExpertBackend(grid(), "a.0", RUN, options=ComputeOptions(compile_backend="eager"))
+    [bad] = b.forward([ForwardJob(rid(), [torch.randn(2, HID + 1)])])
+    assert isinstance(bad, ExpertFailedError)
+    assert b._compiled is not None
+    assert not b.notices
+
+
+def test_what_was_copied_ahead_is_used_and_gives_the_same_results() -> None:
+    ahead, plain = backend(), backend()
+    xs, gs = [torch.randn(n, HID) for n in (3, 2)], [torch.randn(n, HID) for n in (3, 2)]
+    for b in (ahead, plain):
+        jobs = [ForwardJob(rid(), [x]) for x in xs]
+        backward = [job(x, g) for x, g in zip(xs, gs, strict=True)]
+        if b is ahead:
+            b.prepare(jobs)
+            b.prepare(backward)
+            assert all(j.staged is not None for j in jobs)
+        outputs = [r.outputs[0] for r in b.forward(jobs) if isinstance(r, ForwardResult)]
+        grads = [r.grad_inputs[0] for r in b.backward(backward) if isinstance(r, BackwardResult)]
+        if b is ahead:
+            expected = outputs, grads
+    for got, want in zip(outputs + grads, expected[0] + expected[1], strict=True):
+        assert torch.equal(got, want)
+    assert same(weights(ahead), weights(plain))
+
+
+def test_a_stale_graph_that_was_prepared_is_computed_again_from_its_inputs() -> None:
+    b, plain = backend(), backend()
+    x, g = torch.randn(3, HID), torch.randn(3, HID)
+    [kept] = forward(b, x)
+    for one in (b, plain):
+        one.backward([job(x, g)])
+    late = job(x, g, graph=kept.graph)
+    b.prepare([late])
+    [got], [want] = b.backward([late]), plain.backward([job(x, g)])
+    assert isinstance(got, BackwardResult)
+    assert isinstance(want, BackwardResult)
+    assert torch.equal(got.grad_inputs[0], want.grad_inputs[0])
+    assert same(weights(b), weights(plain))

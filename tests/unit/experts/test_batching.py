@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from swarm.runtime import Runtime
 from swarm.simulation.virtual import VirtualRuntime, run_virtual
 
 
-def loopless(key: str, tokens: int = 1, expires_s: float = 100.0) -> Work:
-    return Work(key, tokens, expires_s, job=key, future=asyncio.Future(loop=_LOOP))
+def loopless(key: str, tokens: int = 1, expires_s: float = 100.0, caller: str = "") -> Work:
+    return Work(key, tokens, expires_s, job=key, future=asyncio.Future(loop=_LOOP), caller=caller)
 
 
 class _NoLoop(asyncio.AbstractEventLoop):
@@ -40,7 +41,7 @@ def test_work_of_one_key_is_taken_together_up_to_the_budget() -> None:
         batcher.push(w, 1.0)
     assert (len(batcher), batcher.queued_tokens) == (5, 7)
     assert batcher.pop(3.0).work == [work[0], work[2]]
-    assert batcher.pop(3.0).work == [work[1], work[4]], "the rest of a key comes after the others"
+    assert batcher.pop(3.0).work == [work[1], work[4]], "the rest of a key is younger"
     assert batcher.pop(3.0).work == [work[3]]
     assert batcher.pop(3.0).work == []
     assert batcher.queued_tokens == 0
@@ -55,6 +56,62 @@ def test_a_full_queue_refuses_but_an_empty_one_takes_any_size() -> None:
     assert [w.tokens for w in batcher.pop(0.0).work] == [50]
     batcher.push(loopless("a", 10), 0.0)
     assert batcher.stats.refused == 1
+
+
+def test_a_flood_on_one_expert_does_not_starve_another_and_the_oldest_work_is_always_next() -> None:
+    batcher = Batcher(max_batch_tokens=2, max_queued_tokens=1000)
+    for _ in range(5):
+        batcher.push(loopless("flood"), 0.0)
+    quiet = loopless("quiet")
+    batcher.push(quiet, 0.0)
+    batches = []
+    for _ in range(4):
+        batches.append(batcher.pop(0.0).work)
+        for _ in range(3):
+            batcher.push(loopless("flood"), 0.0)
+    # three batches hold the five that are older and one of the flood that follows
+    assert batches[3] == [quiet]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_work_waits_for_younger_work_of_another_key(seed: int) -> None:
+    rng = random.Random(seed)
+    batcher = Batcher(max_batch_tokens=6, max_queued_tokens=10**6)
+    age: dict[int, int] = {}
+    waiting: list[Work] = []
+    for _ in range(400):
+        if rng.random() < 0.6:
+            work = loopless(rng.choice("abcd"), rng.randint(1, 4))
+            age[id(work)] = len(age)
+            waiting.append(work)
+            batcher.push(work, 0.0)
+        elif waiting:
+            batch = batcher.pop(0.0).work
+            assert batch[0] is min(waiting, key=lambda w: age[id(w)])
+            assert len({w.key for w in batch}) == 1
+            waiting = [w for w in waiting if w not in batch]
+    assert batcher.queued_tokens == sum(w.tokens for w in waiting)
+    while batcher.pop(0.0).work:
+        pass
+    assert (len(batcher), batcher.queued_tokens) == (0, 0)
+
+
+def test_one_caller_cannot_fill_the_queue() -> None:
+    batcher = Batcher(max_batch_tokens=4, max_queued_tokens=100)
+
+    def fill(caller: str) -> int:
+        for count in range(1000):
+            try:
+                batcher.push(loopless("k", 2, caller=caller), 0.0)
+            except HostBusyError:
+                return 2 * count
+        raise AssertionError("never refused")
+
+    assert [fill(c) for c in ("hog", "second", "third")] == [50, 26, 12]
+    batcher.push(loopless("k", 10, caller="newcomer"), 0.0)
+    while batcher.pop(0.0).work:
+        pass
+    assert fill("third") == 50, "what has left the queue no longer counts"
 
 
 def test_cancelled_and_expired_work_is_dropped_when_its_turn_comes() -> None:
@@ -260,5 +317,68 @@ def test_only_work_known_to_be_tiny_is_computed_on_the_loop(step_s: float, inlin
         assert await held
         assert worker.batcher.stats.batched == 22
         await worker.close()
+
+    asyncio.run(body())
+
+
+def test_the_next_batch_is_prepared_while_one_is_computed() -> None:
+    async def body() -> None:
+        computing, gate = asyncio.Event(), threading.Event()
+        second_prepared = threading.Event()
+        loop = asyncio.get_running_loop()
+        prepared: list[list[Any]] = []
+        order: list[Any] = []
+
+        def prepare(batch: Sequence[Work]) -> None:
+            prepared.append([w.job for w in batch])
+            if len(prepared) == 2:
+                second_prepared.set()
+            if batch[0].job == "broken":
+                raise RuntimeError("out of memory")
+
+        def compute(batch: Sequence[Work]) -> list[Any]:
+            if batch[0].job == "first":
+                loop.call_soon_threadsafe(computing.set)
+                gate.wait(10.0)
+            order.extend(w.job for w in batch)
+            return echo(batch)
+
+        worker = DeviceWorker(Batcher(8, 100), compute, SystemClock(), prepare=prepare)
+        first = asyncio.create_task(submit(worker, "first"))
+        await computing.wait()
+        second = asyncio.create_task(submit(worker, "second", key="b"))
+        third = asyncio.create_task(submit(worker, "third", key="c"))
+        assert await asyncio.to_thread(second_prepared.wait, 10.0)
+        assert prepared == [["first"], ["second"]], "one batch ahead, no more: what comes meanwhile joins the third"
+        joining = asyncio.create_task(submit(worker, "joining", key="c"))
+        called = asyncio.create_task(worker.call(lambda: order.append("call")))
+        await asyncio.sleep(0)
+        gate.set()
+        assert await asyncio.gather(first, second, third, joining) == ["first", "second", "third", "joining"]
+        await called
+        assert prepared[2] == ["third", "joining"]
+        assert [o for o in order if o != "call"] == ["first", "second", "third", "joining"]
+        assert await submit(worker, "broken") == "broken", "computing copies what could not be prepared"
+        await worker.close()
+        with pytest.raises(ClosedError):
+            await submit(worker, 1)
+
+    asyncio.run(body())
+
+
+def test_closing_ends_a_worker_that_prepares() -> None:
+    async def body() -> None:
+        worker = DeviceWorker(Batcher(8, 100), echo, SystemClock(), prepare=lambda batch: None)
+        held, gate = await hold(worker)
+        waiting = [asyncio.create_task(submit(worker, n, key=str(n))) for n in range(3)]
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(worker.close())
+        await asyncio.sleep(0)
+        gate.set()
+        await closing
+        assert await held
+        for result in await asyncio.gather(*waiting):
+            assert isinstance(result, HostBusyError) or result in range(3)
+        assert not any(t.is_alive() for t in worker._threads)
 
     asyncio.run(body())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import swarm.experts.layers  # noqa: F401 - registers the built-ins before the fixture looks
 from swarm.errors import ConfigError, ExpertFailedError, NonFiniteError, UnknownOptimizerError
 from swarm.experts.backend import BackwardJob, BackwardResult, ExpertBackend
 from swarm.experts.optimizing import MAX_GRADIENT_NORM, ExpertOptimizer, Gradient, lr_factor
