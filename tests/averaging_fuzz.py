@@ -1,4 +1,4 @@
-"""A peer that damages every message of averaging, as a caller, a leader, a reducer and a receiver, beside honest ones."""
+"""A peer that damages every message of averaging, as caller, leader, reducer and receiver, beside honest ones."""
 
 from __future__ import annotations
 
@@ -182,13 +182,10 @@ class AveragingFuzz:
         rng, transport = self._rng, self.liar.transport
         victim = rng.choice(self.victims[:2])
         to, nonce = victim.endpoint.contact, rng.choice(self._nonces)
+        join = pb.JoinGroupRequest(key="trunk", declared=self._declaration(), turn=rng.choice(HUGE))
+        join.patience_s = rng.choice(ODD)
         calls: list[tuple[Any, Message]] = [
-            (
-                JOIN,
-                pb.JoinGroupRequest(
-                    key="trunk", declared=self._declaration(), patience_s=rng.choice(ODD), turn=rng.choice(HUGE)
-                ),
-            ),  # fmt: skip
+            (JOIN, join),
             (SEAL, self._seal()),
             (COMMIT, pb.CommitGroupRequest(key="trunk", nonce=nonce)),
             (RELEASE, pb.ReleaseGroupRequest(key="trunk", redirect=rng.choice((b"", b"x", rng.randbytes(32))))),

@@ -29,6 +29,7 @@ from swarm.runs.manifest import Manifest
 from swarm.runtime import TaskFailed
 from swarm.tensors.codecs import codec
 from swarm.tensors.wire import Limits, from_frame, to_frame
+from tests.averaging_fuzz import AveragingFuzz
 from tests.fuzzing import DhtFuzz, damaged, rounds
 from tests.support import MemoryWorld
 
@@ -135,3 +136,22 @@ def test_damaged_dht_messages_end_in_a_typed_error(memory_world: MemoryWorld) ->
             assert not peer.runtime.events.recent(TaskFailed), f"seed {seed}"
 
     memory_world.run(main, timeout_s=SECONDS + 50)
+
+
+@pytest.mark.timeout(SECONDS + 120)
+def test_damaged_averaging_messages_harm_nobody(memory_world: MemoryWorld) -> None:
+    seed = int(os.environ.get("SWARM_FUZZ_SEED") or secrets.randbits(48))
+
+    async def main() -> None:
+        fuzz = AveragingFuzz(memory_world, random.Random(seed))
+        await fuzz.open()
+        end = time.monotonic() + SECONDS
+        try:
+            while time.monotonic() < end:
+                await fuzz.rounds(20)
+                fuzz.check()
+            assert await fuzz.well()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, after {fuzz.tried} messages") from error
+
+    memory_world.run(main, timeout_s=SECONDS + 100)
