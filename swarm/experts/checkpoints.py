@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm.endpoint import Endpoint
 from swarm.errors import CorruptStateError, MalformedFrameError, StateError, UnsupportedDtypeError
 from swarm.events import EventStream
 from swarm.experts.spec import parse_uid
@@ -145,6 +146,15 @@ class ExpertCheckpoints:
                 f"The checkpoint of {uid} does not fit: {self._max_bytes} bytes are allowed for all.",
                 fix="Raise host.max_checkpoint_bytes, or hold fewer experts.",
             )
+
+
+def checkpoints_of(endpoint: Endpoint) -> ExpertCheckpoints | None:
+    """Where a peer keeps its experts; none if it has no data directory."""
+    data_dir, config = endpoint.config.data_dir, endpoint.config.host
+    if data_dir is None:
+        return None
+    events = endpoint.runtime.events
+    return ExpertCheckpoints(data_dir, endpoint.run_id, config.checkpoints_kept, config.max_checkpoint_bytes, events)
 
 
 def _saved_s(kept: _Kept) -> float:

@@ -16,6 +16,8 @@ from swarm.identity import PeerId
 _FAR_BELOW = 0.75
 """Part of its quota below which a host comes before others: it has joined lately."""
 
+_MAX_USE = 3.0
+
 
 def quotas(capacities: Mapping[PeerId, int], demand: int) -> dict[PeerId, int]:
     """How many replicas each host should hold: as equal as capacities allow, enough for `demand` if they allow that."""
@@ -67,6 +69,7 @@ class Overview:
         self.replicas = replicas
         self.hosts = {h.peer_id: h for h in records if not h.leaving}
         self.holders: dict[str, list[PeerId]] = {uid: [] for uid in sorted(replicas)}
+        self.takers: dict[str, list[PeerId]] = {}
         self.load: dict[PeerId, int] = {}
         for peer, host in self.hosts.items():
             count = 0
@@ -75,9 +78,17 @@ class Overview:
                 if holders is not None:
                     holders.append(peer)
                     count += 1
+            for uid in host.taking:
+                if uid in self.holders and uid not in host.experts:
+                    self.takers.setdefault(uid, []).append(peer)
+                    count += 1
             self.load[peer] = count
         self._able = sum(h.capacity > 0 for h in self.hosts.values())
         self._vacancies: list[Vacancy] | None = None
+
+    def lacking(self, uid: str) -> int:
+        """Replicas that neither are there nor on the way."""
+        return self.target(uid) - len(self.holders[uid]) - len(self.takers.get(uid, ()))
 
     def target(self, uid: str) -> int:
         """How many hosts should hold an expert, as many as there are."""
@@ -100,10 +111,13 @@ class Overview:
 
     @cached_property
     def weights(self) -> dict[str, float]:
-        """What one replica of each expert costs its host: 1 for being held, and 1 on average for being used."""
+        """What one replica of each expert costs its host: 1 for being held, and 1 on average for being used.
+
+        The second part has an end, so that a little work in an idle swarm does not weigh like a lot.
+        """
         shares = {uid: self.rates.get(uid, 0.0) / max(1, len(h)) for uid, h in self.holders.items()}
         mean = sum(shares.values()) / max(1, len(shares))
-        return {uid: 1.0 + (share / mean if mean > 0 else 0.0) for uid, share in shares.items()}
+        return {uid: 1.0 + (min(share / mean, _MAX_USE) if mean > 0 else 0.0) for uid, share in shares.items()}
 
     @cached_property
     def work(self) -> dict[PeerId, float]:
@@ -112,14 +126,19 @@ class Overview:
         return {p: sum(weights.get(uid, 0.0) for uid in h.experts) for p, h in self.hosts.items()}
 
     @cached_property
+    def fair_work(self) -> float:
+        """What each host would have if all had the same."""
+        return sum(self.work.values()) / max(1, len(self.work))
+
+    @cached_property
     def by_work(self) -> list[PeerId]:
         """Hosts, the busiest first."""
         return sorted(self.hosts, key=lambda p: (-self.work[p], p.digest))
 
     @cached_property
     def missing(self) -> list[str]:
-        """Experts with too few holders: those with the fewest first, then the busiest."""
-        short = [uid for uid, holders in self.holders.items() if len(holders) < self.target(uid)]
+        """Experts with too few holders and takers: those with the fewest holders first, then the busiest."""
+        short = [uid for uid in self.holders if self.lacking(uid) > 0]
         return sorted(short, key=lambda uid: (len(self.holders[uid]), -self.rates.get(uid, 0.0), uid))
 
     @cached_property
@@ -141,7 +160,7 @@ class Overview:
             load = dict(self.load)
             self._vacancies = []
             for uid in self.missing:
-                slots = self.target(uid) - len(self.holders[uid])
+                slots = self.lacking(uid)
                 candidates = self.candidates(uid, load)
                 for peer in candidates[:slots]:
                     load[peer] += 1
@@ -154,7 +173,7 @@ class Overview:
         Who has the newest checkpoint of what nobody holds comes first; then those far below their quota, those below
         it, and the others; among equals, rendezvous order.
         """
-        holders = self.holders[uid]
+        holders = [*self.holders[uid], *self.takers.get(uid, ())]
         free = [p for p, h in self.hosts.items() if p not in holders and load[p] < h.capacity]
         order = rendezvous_order(uid, free)
         quota = self.quota

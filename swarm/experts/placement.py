@@ -5,7 +5,8 @@ built so that equal views lead to disjoint actions (rendezvous hashing instead o
 at most a surplus replica for a while, never a missing one:
 
 - *Missing* replicas are assigned to hosts within equal quotas, by rendezvous order, the least replicated experts first,
-  then the busiest. A host that does not do its part is stood in for by the next in that order after some ticks.
+  then the busiest. A host announces what is on its way to it. One that does not do its part is stood in for by the next
+  in that order after some ticks, as is one that has given the expert up lately.
 - *Imbalance*: while little is missing, a host takes experts over from a busier one, the busiest first, if the busier
   of the two is relieved by more than a quarter once they have shared alike, and if it comes before the other in the
   expert's rendezvous order. It does so about once a minute at most. Making room is similar: it relieves a full host so
@@ -20,7 +21,7 @@ Imbalance and surplus have to last for some ticks before anybody acts (hysteresi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.experts.overview import Overview, donors_of, keepers_of
 from swarm.experts.records import HostRecord, rendezvous_order, rendezvous_score
@@ -36,6 +37,10 @@ MIN_RELIEF = 1.25
 """The busier host must have so many times the work that it would have after both share alike."""
 CALM = 0.05
 """Part of all experts that may miss a replica while hosts go on sharing the work: in a large swarm some always do."""
+TAKING_TICKS = 60
+"""Ticks for which a host is believed that an expert is on its way to it."""
+RETURN_TICKS = 200
+"""Ticks, ten minutes at the default interval, for which others come first to take what a host has given up."""
 _MOVE_JITTER = 0.25
 
 
@@ -79,6 +84,10 @@ class Placement:
         self._imbalance_ticks = 0
         self._moves = 0
         self._rest_ticks = 0
+        self._tick = 0
+        self._held: frozenset[str] = frozenset()
+        self._given_up: dict[str, int] = {}
+        self._taking_since: dict[tuple[PeerId, str], int] = {}
 
     def overview(
         self,
@@ -91,7 +100,17 @@ class Placement:
         own = HostRecord(
             self.peer_id, (), dict(held), capacity=self.capacity, load=len(held), kept=kept or {}, busy=busy or {}
         )
-        return Overview([own, *(h for h in others if h.peer_id != self.peer_id)], self.replicas)
+        believed = [self._believed(h) for h in others if h.peer_id != self.peer_id]
+        announced = {(h.peer_id, uid) for h in others for uid in h.taking}
+        self._taking_since = {pair: tick for pair, tick in self._taking_since.items() if pair in announced}
+        return Overview([own, *believed], self.replicas)
+
+    def _believed(self, host: HostRecord) -> HostRecord:
+        """A record without what has been on its way for too long."""
+        if not host.taking:
+            return host
+        since = {uid: self._taking_since.setdefault((host.peer_id, uid), self._tick) for uid in host.taking}
+        return replace(host, taking={u: 1 for u, tick in since.items() if self._tick - tick < TAKING_TICKS})
 
     def decide(
         self, held: Mapping[str, int], others: Sequence[HostRecord], kept: Mapping[str, int] | None = None
@@ -107,6 +126,10 @@ class Placement:
 
     def decide_on(self, view: Overview, held: Mapping[str, int]) -> list[Take | Drop]:
         """One tick on an overview that several hosts may share, in which this one's record may be outdated."""
+        self._tick += 1
+        self._given_up |= dict.fromkeys(sorted(self._held.difference(held)), self._tick)
+        self._given_up = {u: t for u, t in self._given_up.items() if self._tick - t < RETURN_TICKS}
+        self._held = frozenset(held)
         takes = self._missing(view, held)
         self._rest_ticks = max(0, self._rest_ticks - 1)
         if view.missing:
@@ -129,6 +152,8 @@ class Placement:
             # whoever is not among so many first has nothing to do
             first = vacancy.candidates[: vacancy.slots + late]
             if uid in held or self.peer_id not in first:
+                continue
+            if uid in self._given_up and late < 2 and view.holders[uid] and len(vacancy.candidates) > vacancy.slots:
                 continue
             if first.index(self.peer_id) < vacancy.slots or len(held) + len(takes) < self.capacity:
                 takes.append(uid)
@@ -162,7 +187,7 @@ class Placement:
 
     def _worth_moving(self, view: Overview, held: Mapping[str, int]) -> list[str]:
         mine = sum(view.weights.get(uid, 0.0) for uid in held)
-        fair = sum(view.work.values()) / max(1, len(view.work))
+        fair = view.fair_work
         takes: list[str] = []
         for donor in view.by_work:
             theirs = view.work[donor]
@@ -184,7 +209,9 @@ class Placement:
         """What another host would give up once we hold it, the busiest first, then by our place in rendezvous order."""
         found: list[tuple[float, int, str]] = []
         for uid in view.hosts[donor].experts:
-            if uid in held or uid not in view.replicas or len(view.holders[uid]) != view.target(uid):
+            if uid in held or uid in self._given_up or uid not in view.replicas:
+                continue
+            if len(view.holders[uid]) != view.target(uid) or uid in view.takers:
                 continue
             last, mine = rendezvous_score(uid, donor), rendezvous_score(uid, self.peer_id)
             if mine <= last or any(rendezvous_score(uid, p) < last for p in view.holders[uid]):

@@ -24,6 +24,7 @@ MAX_TOKENS_S = (1 << 32) - 1
 _FIXED_BODY_BYTES = 192
 _VERSION_BYTES = 9
 _RATE_BYTES = 5
+_MARK_BYTES = 1
 
 
 def _uid(value: Any) -> str | None:
@@ -51,6 +52,7 @@ HOST_SCHEMA = Schema(
         "throughput": number(0, 1e12),
         "busy": table(_uid, integer(0, MAX_TOKENS_S), 4096),
         "kept": table(_uid, integer(0, MAX_WEIGHT_VERSION), 4096),
+        "taking": table(_uid, integer(0, 1), 4096),
     },
     place=_place,
 )
@@ -92,6 +94,7 @@ class HostRecord:
         throughput: Tokens per second that it computes while it has work; 0 is unknown.
         busy: Tokens per second that it was asked for lately, by expert; coarse, idle experts left out.
         kept: Checkpoints of experts, held or not, that it has on disk, with their weight versions.
+        taking: Experts that it is about to hold: their states are on the way. All values are 1.
     """
 
     peer_id: PeerId
@@ -104,6 +107,7 @@ class HostRecord:
     throughput: float = 0.0
     busy: Mapping[str, int] = field(default_factory=dict)
     kept: Mapping[str, int] = field(default_factory=dict)
+    taking: Mapping[str, int] = field(default_factory=dict)
 
     def to_bodies(self, max_body_bytes: int) -> dict[str, dict[str, Any]]:
         """Record bodies by subkey, each at most `max_body_bytes` when packed."""
@@ -120,10 +124,11 @@ class HostRecord:
             ("experts", self.experts, _VERSION_BYTES),
             ("busy", self.busy, _RATE_BYTES),
             ("kept", self.kept, _VERSION_BYTES),
+            ("taking", self.taking, _MARK_BYTES),
         )
         chunks: list[dict[str, dict[str, int]]] = [{"experts": {}}]
         used = 0
-        for uid in sorted({**self.experts, **self.busy, **self.kept}):
+        for uid in sorted({**self.experts, **self.busy, **self.kept, **self.taking}):
             given = [(name, values[uid], nbytes) for name, values, nbytes in tables if uid in values]
             size = sum(len(uid.encode()) + 2 + nbytes for _, _, nbytes in given)
             if used + size > room and used:
@@ -151,6 +156,7 @@ class HostRecord:
             throughput=float(body.get("throughput", 0.0)),
             busy=body.get("busy", {}),
             kept=body.get("kept", {}),
+            taking=body.get("taking", {}),
         )
 
 
@@ -166,6 +172,7 @@ def merge_records(records: Iterable[HostRecord]) -> list[HostRecord]:
                 leaving=known.leaving or r.leaving,
                 busy={**known.busy, **r.busy},
                 kept={**known.kept, **r.kept},
+                taking={**known.taking, **r.taking},
             )
         joined[r.peer_id] = r
     return [joined[p] for p in sorted(joined)]

@@ -40,6 +40,7 @@ def test_loads_and_checkpoints_of_experts_travel_in_the_records_too() -> None:
         throughput=123457.0,
         busy=dict.fromkeys(uids[:700:2], (1 << 32) - 1),
         kept=dict.fromkeys(uids[500:], 1 << 61),
+        taking=dict.fromkeys(uids[900:], 1),
     )
     bodies = record.to_bodies(4096)
     assert all(len(msgpack.packb(b)) <= 4096 for b in bodies.values())
@@ -79,6 +80,7 @@ def test_records_of_several_hosts_are_joined_in_a_fixed_order() -> None:
         {"busy": {"../x": 1}},
         {"kept": {"ffn.0": 1 << 63}},
         {"kept": ["ffn.0"]},
+        {"taking": {"ffn.0": 2}},
         {"queue_s": "0"},
         {"capacity": 1.5},
         {"load": None},
