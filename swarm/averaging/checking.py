@@ -143,7 +143,7 @@ class CheckServer:
             self._part.heard.fire()
         await shared.complete.wait()
         try:
-            async with asyncio.timeout(shared.config.chunk_timeout_s):
+            async with shared.lag.timeout(shared.config.chunk_timeout_s):
                 while self._unserved:
                     await self._left.wait()
         except TimeoutError:
@@ -154,7 +154,7 @@ class CheckServer:
         shared = self._shared
         others = [i.place for i in statement.inputs if i.place != self._verified.me]
         try:
-            async with asyncio.timeout(shared.arrival_s if index == 0 else shared.config.chunk_timeout_s):
+            async with shared.lag.timeout(shared.arrival_s if index == 0 else shared.config.chunk_timeout_s):
                 while any(self._received.get(place, 0) <= index for place in others):
                     await self._changed.wait()
         except TimeoutError:
@@ -301,7 +301,7 @@ class CheckClient:
         shared, verified = self._shared, self._verified
         for index in range(len(self._part.chunks)):
             first_s = shared.arrival_s if index == 0 else 0.0
-            async with asyncio.timeout(first_s + _PATIENCE * shared.config.chunk_timeout_s):
+            async with shared.lag.timeout(first_s + _PATIENCE * shared.config.chunk_timeout_s):
                 data = await stream.receive()
             if data is None:
                 raise ConnectionLostError("The checker ended the stream early.")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
+from swarm.averaging.lag import LoopLag
 from swarm.averaging.probation import Offence
 from swarm.averaging.pushsum import Share
 from swarm.averaging.shared import OnOffender
@@ -30,6 +31,7 @@ class Courier:
 
     Args:
         on_bytes: Told how many bytes were sent.
+        lag: Pauses of the loop on which it runs.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Courier:
         schema_hash: bytes,
         on_offender: OnOffender,
         on_bytes: Callable[[int], None],
+        lag: LoopLag,
     ) -> None:
         self._endpoint = endpoint
         self._config = endpoint.config.averaging
@@ -46,6 +49,7 @@ class Courier:
         self._schema_hash = schema_hash
         self._offend = on_offender
         self._on_bytes = on_bytes
+        self._lag = lag
 
     async def bring(self, share: Share[list[bytes]], contact: Contact, until: float) -> tuple[bool | None, str]:
         """Whether the share was taken, and if not, why. None: its receiver has been silent until `until`."""
@@ -74,17 +78,17 @@ class Courier:
             async with self._endpoint.transport.stream(contact, PUSH, timeout_s=self._config.round_timeout_s) as stream:
                 answer = asyncio.ensure_future(stream.receive())
                 try:
-                    async with asyncio.timeout(patience_s):
+                    async with self._lag.timeout(patience_s):
                         await stream.send(hello.SerializeToString())
                     for index, payload in enumerate(share.content):
                         if answer.done():
                             break
                         whole = index + 1 == len(share.content)
-                        async with asyncio.timeout(patience_s):
+                        async with self._lag.timeout(patience_s):
                             await stream.send(payload)
                         self._on_bytes(len(payload))
                     await stream.finish()
-                    async with asyncio.timeout(patience_s):
+                    async with self._lag.timeout(patience_s):
                         data = await answer
                 finally:
                     answer.cancel()

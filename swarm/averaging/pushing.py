@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from swarm.averaging.board import Board
 from swarm.averaging.delivery import Courier
 from swarm.averaging.gossip import PushSum, push_targets
+from swarm.averaging.lag import LoopLag
 from swarm.averaging.mass import Mass
 from swarm.averaging.probation import Offence, Probation
 from swarm.averaging.pushsum import INCARNATION_BYTES, MAX_WAITING, Ledger, Receipts, Share, Tag
@@ -72,7 +73,8 @@ class PushSeat:
         self._probation = probation
         self._offend = on_offender
         self._mass = Mass(layout, config.chunk_bytes)
-        self._courier = Courier(endpoint, key, schema_hash, on_offender, self._count_sent)
+        self._lag = LoopLag()
+        self._courier = Courier(endpoint, key, schema_hash, on_offender, self._count_sent, self._lag)
         self._lock = asyncio.Lock()
         """Held by whoever moves mass."""
         self._settled = asyncio.Event()
@@ -291,7 +293,7 @@ class PushSeat:
     async def _receive(self, stream: ByteStream) -> list[bytes]:
         payloads: list[bytes] = []
         for index in range(len(self._mass.chunks)):
-            async with asyncio.timeout(self._config.chunk_timeout_s):
+            async with self._lag.timeout(self._config.chunk_timeout_s):
                 payload = await stream.receive()
             if payload is None:
                 raise MalformedFrameError("The stream ended before the share was whole.")

@@ -92,7 +92,7 @@ class PartServer:
         await shared.complete.wait()
         try:
             while self._unserved:
-                async with asyncio.timeout(shared.config.chunk_timeout_s):
+                async with shared.lag.timeout(shared.config.chunk_timeout_s):
                     await self._served.wait()  # a slow link is no reason to end as long as averages leave
         except TimeoutError:
             for peer in self._unserved:
@@ -118,16 +118,18 @@ class PartServer:
         reduction, shared = self._reduction, self._shared
         nbytes = shared.encoded_nbytes(self._part.chunks[reduction.cursor])
         self._missed_since = since = shared.now
+        paused_s = shared.lag.total_s
         while missing := reduction.missing():
-            due = {peer: since + self._patience_s(peer, nbytes) for peer in missing}
+            waited_s = shared.now - since - (shared.lag.total_s - paused_s)
+            patience = {peer: self._patience_s(peer, nbytes) for peer in missing}
             try:
-                async with asyncio.timeout(max(0.0, min(due.values()) - shared.now)):
+                async with shared.lag.timeout(max(0.0, min(patience.values()) - waited_s)):
                     await self._changed.wait()
             except TimeoutError:
-                now = shared.now
+                waited_s = shared.now - since - (shared.lag.total_s - paused_s)
                 for peer in reduction.missing():
-                    if peer in due and now >= due[peer]:
-                        self._leave_behind(peer, nbytes, now - since)
+                    if peer in patience and waited_s >= patience[peer] - 1e-6:
+                        self._leave_behind(peer, nbytes, waited_s)
         for peer in reduction.behind():
             self._late[peer] += 1
 

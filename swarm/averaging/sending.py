@@ -135,7 +135,7 @@ class PartClient:
             # A reducer may itself wait for a stalled sender before it goes on.
             others_s = shared.arrival_s if index == 0 else shared.config.chunk_timeout_s
             begun, counted = clock.time(), shared.weight > 0
-            async with asyncio.timeout(others_s + shared.patience_s(reducer, DOWN, needed)):
+            async with shared.lag.timeout(others_s + shared.patience_s(reducer, DOWN, needed)):
                 payload = await stream.receive()
                 stated = Statement()
                 if part.verified is not None and payload is not None:
@@ -169,7 +169,7 @@ class PartClient:
         if part.verified is None:
             shared.settle(part)
         await shared.complete.wait()
-        async with asyncio.timeout(shared.config.chunk_timeout_s):
+        async with shared.lag.timeout(shared.config.chunk_timeout_s):
             summary = await stream.receive()
             if summary is not None:
                 shared.learn(reducer, summary)

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from swarm.averaging.agreement import PartTally, Result
 from swarm.averaging.allreduce import rounding_seed
 from swarm.averaging.bandwidth import Bandwidths
+from swarm.averaging.lag import LoopLag
 from swarm.averaging.probation import Offence
 from swarm.averaging.robust import Reducer
 from swarm.averaging.rounds import Member, RoundReport, Seal
@@ -102,6 +103,8 @@ class Shared:
     verify: bool = False
     bandwidth: Bandwidths | None = None
     on_offender: OnOffender | None = None
+    lag: LoopLag = field(default_factory=LoopLag)
+    """Pauses of our own loop, which nobody else is to blame for."""
     parts: list[Part] = field(default_factory=list)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     """Every part is settled."""
