@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import swarm
-from benchmarks import experts_load
+from benchmarks import experts_device, experts_load
 from benchmarks.experts_load import BATCH
 from swarm.experts.registry import build_expert
 
@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each kind per case")
     parser.add_argument("--threads", type=int, default=1, help="compute threads of the host and of the local module")
     parser.add_argument("--hivemind", metavar="PYTHON", help="also measure hivemind, with this interpreter")
+    parser.add_argument("--device", help="only this: experts on a device, e.g. cuda (see `experts_device`)")
     parser.add_argument("--serve-bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_bare:
@@ -252,6 +253,10 @@ def main() -> None:
         return
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
+    if options.device:
+        figures = experts_device.measure(options.device, PATIENT)
+        print(json.dumps(figures) if options.json else "\n".join(map(str, [figures["device"], *figures["cases"]])))
+        return
     result: dict[str, Any] = {
         "benchmark": "experts",
         "threads": options.threads,
