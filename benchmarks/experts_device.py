@@ -24,9 +24,10 @@ from torch import Tensor
 
 import swarm
 from swarm.experts.backend import BackwardJob, ExpertBackend, ForwardJob
-from swarm.experts.batching import Batcher, BatchKey, DeviceWorker, Work
+from swarm.experts.batching import Batcher, BatchKey, Work
 from swarm.experts.protocol import RequestIds
 from swarm.experts.serving import compute, prepare
+from swarm.experts.workers import DeviceWorker
 from swarm.identity import KeyPair
 from swarm.runtime import Runtime
 

@@ -340,6 +340,14 @@ class ExpertBackend:
             self.applied_requests += 0 if error else len(summed)
         return [r for r in results if r is not None]
 
+    def flush(self) -> bool:
+        """Make a step of the gradients collected so far, if there are any. Raises `SwarmError`; they are lost then."""
+        before = self.weight_version
+        try:
+            return self.stepper.flush()
+        finally:
+            self.own_steps += self.weight_version - before
+
     def _limited(self, gradient: Gradient, jobs: Sequence[BackwardJob]) -> tuple[Gradient, float]:
         """The gradient that jobs of one trainer have led to, and what it was multiplied by to keep it within limits."""
         if self._limits is None:

@@ -20,7 +20,7 @@ from swarm.errors import ConfigError, SwarmError, UnknownExpertClassError, Unkno
 from swarm.events import Event
 from swarm.experts.announcing import Announcer
 from swarm.experts.backend import ComputeOptions, ExpertBackend
-from swarm.experts.batching import Batcher, BatcherStats, DeviceWorker, InlineWorker, Worker
+from swarm.experts.batching import Batcher, BatcherStats
 from swarm.experts.checkpoints import checkpoints_of
 from swarm.experts.keeping import ExpertKeeper
 from swarm.experts.overview import donors_of
@@ -30,7 +30,9 @@ from swarm.experts.registry import check_grid
 from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSynced
 from swarm.experts.serving import ExpertServer, ServingStats, compute, prepare
 from swarm.experts.spec import ExpertGrid, parse_uid
+from swarm.experts.spread import Spread
 from swarm.experts.statistics import ExpertUse, Statistics
+from swarm.experts.workers import DeviceWorker, InlineWorker, Worker
 from swarm.runtime import TaskFailed
 from swarm.state.transfer import SnapshotStore
 
@@ -65,6 +67,15 @@ class ExpertDropped(Event):
     """The host gave an expert up."""
 
     uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsLost(Event):
+    """Gradients of so many tokens, collected for a step of this replica, ended with it."""
+
+    uid: str
+    tokens: int
     reason: str
 
 
@@ -134,6 +145,7 @@ class ExpertHost:
         self._store = store
         self._experts: dict[str, ExpertBackend] = {}
         self._view: list[HostRecord] = []
+        self._taking: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._synchronising = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -217,10 +229,12 @@ class ExpertHost:
         self._replicas = ReplicaExchange(
             self._endpoint, self._store, self._worker, self._experts, refresh_s=self._config.replica_sync_s / 2
         )
-        replicas = {uid: grid.replicas for grid in self._grids.values() for uid in grid.uids()}
-        self._placement = Placement(self._endpoint.peer_id, replicas, self._capacity)
+        above = self._config.announce_prefixes_above
+        self._spread = Spread(list(self._grids.values()), above)
+        self._placement = Placement(self._endpoint.peer_id, {}, self._capacity)
         ttl_s = self._config.announce_ttl_s
-        self._announcer = Announcer(self._endpoint, list(self._grids), self._capacity, ttl_s)
+        searched = [grid for grid in self._grids.values() if grid.size > above]
+        self._announcer = Announcer(self._endpoint, list(self._grids), self._capacity, ttl_s, searched)
         self._keeper = ExpertKeeper(
             self._endpoint, self._store, self._worker, self._replicas, self._experts, checkpoints_of(self._endpoint)
         )
@@ -265,6 +279,8 @@ class ExpertHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
             if drain and self._experts:
+                for backend in list(self._experts.values()):
+                    await self._flush(backend)
                 # first, since patience may end while others take over; then what has changed meanwhile
                 await self._keeper.save_within(self._config.drain_timeout_s / 2)
                 await self._hand_over()
@@ -272,6 +288,9 @@ class ExpertHost:
             await self._announcer.withdraw()
         finally:
             # also when the caller's patience ends first
+            for uid, backend in sorted(self._experts.items()):
+                if tokens := backend.stepper.pending_tokens:
+                    self._runtime.emit(GradientsLost(uid, tokens, "The host has left."))
             self._experts.clear()
             self._replicas.sweep()
             self._server.cache.clear()
@@ -305,6 +324,7 @@ class ExpertHost:
             throughput=self._started().batcher.tokens_per_s,
             busy=self._statistics.busy(self._runtime.clock.time()),
             kept=self._keeper.kept,
+            taking=self._taking,
         )
 
     async def _look(self) -> bool:
@@ -324,10 +344,19 @@ class ExpertHost:
             self._changed.set()
         held = self.held
         busy = self._statistics.busy(self._runtime.clock.time())
-        view = await self._runtime.offload(self._placement.overview, held, self._view, self._keeper.kept, busy)
-        for action in self._placement.decide_on(view, held):
+        kept = self._keeper.kept
+        self._placement.replicas = await self._runtime.offload(
+            self._spread.replicas, self._capacity, {**kept, **held}, self._view
+        )
+        view = await self._runtime.offload(self._placement.overview, held, self._view, kept, busy)
+        actions = self._placement.decide_on(view, held)
+        self._taking = {action.uid: 1 for action in actions if isinstance(action, Take)}
+        if self._taking:
+            self._changed.set()
+        for action in actions:
             if isinstance(action, Take):
                 await self._take(action)
+                self._taking.pop(action.uid, None)
             else:
                 await self._drop(action)
         if any(host.leaving for host in self._view):
@@ -356,6 +385,7 @@ class ExpertHost:
         backend = self._experts.get(drop.uid)
         if backend is None:
             return
+        await self._flush(backend)
         own = backend.weight_version
         try:
             versions = [await self._replicas.version_at(host, drop.uid, have=1 << 62) for host in drop.others]
@@ -369,6 +399,14 @@ class ExpertHost:
         self._replicas.forget(drop.uid)
         self._changed.set()
         self._runtime.emit(ExpertDropped(drop.uid, f"{len(drop.others)} other hosts hold it."))
+
+    async def _flush(self, backend: ExpertBackend) -> None:
+        """What a replica has collected for its next step must not end with it: make the step now."""
+        tokens = backend.stepper.pending_tokens
+        try:
+            await self._started().call(backend.flush)
+        except SwarmError as error:
+            self._runtime.emit(GradientsLost(backend.uid, tokens, error.message))
 
     # ---- replicas
 

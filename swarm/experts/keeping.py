@@ -17,13 +17,13 @@ from swarm.endpoint import Endpoint
 from swarm.errors import HostBusyError, MalformedFrameError, NoDonorError, StateError, SwarmError, UnknownExpertError
 from swarm.events import Event
 from swarm.experts.backend import ExpertBackend
-from swarm.experts.batching import Worker
 from swarm.experts.checkpoints import ExpertCheckpoints
 from swarm.experts.overview import keepers_of
 from swarm.experts.protocol import CALLERS
 from swarm.experts.records import HostRecord
 from swarm.experts.replicas import NEVER, ReplicaExchange, capture, restore
 from swarm.experts.spec import parse_uid
+from swarm.experts.workers import Worker
 from swarm.net.transport import CallContext, Contact, UnaryMethod
 from swarm.state.transfer import Snapshot, SnapshotStore, fetch_snapshot
 from swarm.tensors.wire import Limits, from_frame, to_frame

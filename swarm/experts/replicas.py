@@ -25,10 +25,10 @@ from swarm.errors import (
 )
 from swarm.events import Event
 from swarm.experts.backend import ExpertBackend
-from swarm.experts.batching import Worker
 from swarm.experts.protocol import OFFER
 from swarm.experts.records import HostRecord, snapshot_key
 from swarm.experts.spec import parse_uid
+from swarm.experts.workers import Worker
 from swarm.net.transport import CallContext, Contact
 from swarm.state.transfer import Snapshot, SnapshotStore, fetch_snapshot
 from swarm.tensors.schema import check_finite

@@ -27,7 +27,7 @@ from swarm.experts.backend import (
     ForwardResult,
     tokens_of,
 )
-from swarm.experts.batching import BatchKey, Work, Worker
+from swarm.experts.batching import BatchKey, Work
 from swarm.experts.cache import CachedForward, ForwardCache
 from swarm.experts.limits import InflightBudget
 from swarm.experts.protocol import (
@@ -42,6 +42,7 @@ from swarm.experts.protocol import (
 )
 from swarm.experts.registry import dtype_name
 from swarm.experts.spec import TensorSpec
+from swarm.experts.workers import Worker
 from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, CallContext
 from swarm.tensors.codecs import codec

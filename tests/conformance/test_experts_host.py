@@ -26,7 +26,7 @@ from swarm.errors import (
     UnsupportedDtypeError,
     WireError,
 )
-from swarm.experts.host import ExpertDropped, ExpertHost, ExpertTaken, HandOverIncomplete
+from swarm.experts.host import ExpertDropped, ExpertHost, ExpertTaken, GradientsLost, HandOverIncomplete
 from swarm.experts.protocol import CALL, CALL_STREAM, CallRequest, CallResponse, PartRequest, RequestIds
 from swarm.experts.registry import build_expert
 from swarm.experts.replicas import ReplicaSynced
@@ -535,6 +535,49 @@ def test_a_leaving_host_hands_over(world: World) -> None:
         assert {uid: stayer.held[uid] for uid in trained} == trained
         assert swarm.events(index, HandOverIncomplete) == []
         await eventually(lambda: len(stayer._view) == 0)
+
+    run(world, body)
+
+
+def test_gradients_that_were_collected_for_a_step_leave_with_the_expert_or_are_told_as_lost(world: World) -> None:
+    collecting = OptimizerSpec("sgd", lr=0.1, accumulate_tokens=100)
+    swarm = Swarm(world, grid("ffn.[0:1]", replicas=1, optimizer=collecting))
+
+    async def body() -> None:
+        await swarm.begin(hosts=2)
+        await swarm.settled(1)
+        x = torch.randn(4, HID)
+        for last in (False, True):
+            leaver = max(swarm.hosts, key=lambda h: len(h.held))
+            index = swarm.hosts.index(leaver)
+            await swarm.one("ffn.0", "backward", [x, x], swarm.ids.next(), to=index, apply=True, with_inputs=True)
+            assert swarm.last.applied
+            assert swarm.last.weight_version == (1 if last else 0)
+            assert leaver.stats.per_expert["ffn.0"].pending_tokens == 4
+            await leaver.close(drain=not last)
+            if not last:
+                assert swarm.hosts[1 - index].held == {"ffn.0": 1}
+            lost = [(e.uid, e.tokens) for e in swarm.events(index, GradientsLost)]
+            assert lost == ([("ffn.0", 4)] if last else [])
+
+    run(world, body)
+
+
+def test_the_use_of_each_expert_is_told(world: World) -> None:
+    swarm = Swarm(world, grid("ffn.[0:2]", replicas=1))
+
+    async def body() -> None:
+        await swarm.begin()
+        await swarm.settled(1)
+        x = torch.randn(4, HID)
+        for _ in range(3):
+            await swarm.one("ffn.0", "backward", [x, x], swarm.ids.next(), apply=True, with_inputs=True)
+        use = swarm.hosts[0].stats.per_expert
+        assert list(use) == ["ffn.0", "ffn.1"]
+        assert (use["ffn.0"].requests, use["ffn.0"].tokens, use["ffn.0"].steps) == (3, 12, 3)
+        assert use["ffn.0"].mean_batch == 1.0
+        assert use["ffn.0"].compute_s > 0
+        assert use["ffn.1"].requests == 0
 
     run(world, body)
 

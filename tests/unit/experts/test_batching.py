@@ -12,7 +12,8 @@ import pytest
 
 from swarm.clock import SystemClock
 from swarm.errors import ClosedError, ExpertFailedError, HostBusyError
-from swarm.experts.batching import Batcher, DeviceWorker, InlineWorker, Work
+from swarm.experts.batching import Batcher, Work
+from swarm.experts.workers import DeviceWorker, InlineWorker
 from swarm.runtime import Runtime
 from swarm.simulation.virtual import VirtualRuntime, run_virtual
 

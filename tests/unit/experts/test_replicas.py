@@ -10,12 +10,13 @@ import torch
 from swarm.endpoint import Endpoint
 from swarm.errors import MalformedFrameError, NoDonorError, UnknownExpertError
 from swarm.experts.backend import BackwardJob, ExpertBackend
-from swarm.experts.batching import Batcher, InlineWorker
+from swarm.experts.batching import Batcher
 from swarm.experts.protocol import OFFER
 from swarm.experts.records import HostRecord, snapshot_key
 from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSyncFailed
 from swarm.experts.serving import compute
 from swarm.experts.spec import ExpertGrid, OptimizerSpec
+from swarm.experts.workers import InlineWorker
 from swarm.identity import PeerId
 from swarm.state.transfer import Snapshot, SnapshotStore, StateServed
 from swarm.tensors.wire import to_frame

@@ -11,10 +11,11 @@ import torch
 from swarm.endpoint import Endpoint
 from swarm.errors import CallTimeoutError, HostBusyError, MalformedFrameError
 from swarm.experts.backend import ComputeOptions, ExpertBackend
-from swarm.experts.batching import Batcher, InlineWorker
+from swarm.experts.batching import Batcher
 from swarm.experts.protocol import CALL, CALL_STREAM, CallRequest, CallResponse, PartRequest, RequestIds
 from swarm.experts.serving import ExpertServer, GradientLimited, compute
 from swarm.experts.spec import ExpertGrid
+from swarm.experts.workers import InlineWorker
 from swarm.tensors.streaming import receive_tensors, send_tensors
 from swarm.tensors.wire import encode, from_frame, to_frame
 from tests.support import MemoryWorld, World, eventually
