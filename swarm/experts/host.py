@@ -359,6 +359,8 @@ class ExpertHost:
                 self._taking.pop(action.uid, None)
             else:
                 await self._drop(action)
+        if any(isinstance(action, Take) for action in actions):
+            await self._keeper.save_new()
         if any(host.leaving for host in self._view):
             # whoever leaves waits until its newest versions are safe
             await self._synchronise()

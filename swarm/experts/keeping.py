@@ -2,8 +2,8 @@
 
 A host announces the checkpoints that are ahead of what it holds (`HostRecord.kept`). Whoever takes an expert copies it
 from a live holder; if there is none, from the newest checkpoint, its own or another host's; only if nobody has anything
-does the expert start anew. An expert that was restored or started anew is *provisional* for a while: hosts that return
-later may bring a newer checkpoint, which then replaces it.
+does the expert start anew. What a host has taken is *provisional* for a while: it may have been restored or started
+anew, here or where it was copied from, and hosts that return later may bring a newer checkpoint; that replaces it then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OFFER_KEPT: UnaryMethod[bytes, bytes] = UnaryMethod(
 MAX_ANNOUNCED = 1024
 """Checkpoints that a host announces."""
 PROVISIONAL_TTLS = 10
-"""Lifetimes of a host's record for which a restored expert gives way to a newer checkpoint."""
+"""Lifetimes of a host's record for which an expert just taken gives way to a newer checkpoint."""
 _MAX_OFFERED = 4
 _KEEP_OFFERS_S = 60.0
 _BUSY_S = 10.0
@@ -157,9 +157,16 @@ class ExpertKeeper:
     async def save(self) -> None:
         """Write every held expert that has changed since its last checkpoint, one after the other."""
         self.sweep()
+        await self._save(sorted(self._experts))
+
+    async def save_new(self) -> None:
+        """Write the held experts that are not on this disk yet, so that they need not wait for the interval."""
+        await self._save([uid for uid in sorted(self._experts) if uid not in self._saved])
+
+    async def _save(self, uids: Sequence[str]) -> None:
         if self._checkpoints is None:
             return
-        for uid in sorted(self._experts):
+        for uid in uids:
             backend = self._experts.get(uid)
             if backend is None or backend.weight_version <= max(0, self._saved.get(uid, 0)):
                 continue
@@ -202,12 +209,11 @@ class ExpertKeeper:
             NoDonorError: There are holders, or checkpoints, and none could be copied; it is tried again.
         """
         uid = backend.uid
+        window_s = PROVISIONAL_TTLS * self._endpoint.config.host.announce_ttl_s
+        self._provisional[uid] = self._runtime.clock.time() + window_s
         if donors:
             donor = await self._replicas.copy(backend, donors, NEVER)
             return str(donor.peer_id) if donor is not None else ""
-        self._provisional[uid] = (
-            self._runtime.clock.time() + PROVISIONAL_TTLS * self._endpoint.config.host.announce_ttl_s
-        )
         source = await self._restore(backend, keepers, NEVER)
         if not source and any(uid in host.kept for host in keepers):
             raise NoDonorError(f"No checkpoint of {uid} could be fetched.", fix="It is tried again.")
@@ -222,10 +228,15 @@ class ExpertKeeper:
             The experts that changed.
         """
         now_s, changed = self._runtime.clock.time(), []
+        newest = dict(self._saved)
+        for host in hosts if self._provisional else ():
+            for uid, version in host.kept.items():
+                newest[uid] = max(version, newest.get(uid, NEVER))
         for uid, until_s in list(self._provisional.items()):
             backend = self._experts.get(uid)
-            if backend is None or now_s > until_s:
+            if now_s > until_s:
                 del self._provisional[uid]
+            if backend is None or now_s > until_s or newest.get(uid, NEVER) <= backend.weight_version:
                 continue
             live = max((h.experts[uid] for h in hosts if uid in h.experts), default=NEVER)
             have = max(live, backend.weight_version)

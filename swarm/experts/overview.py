@@ -142,6 +142,15 @@ class Overview:
         return sorted(short, key=lambda uid: (len(self.holders[uid]), -self.rates.get(uid, 0.0), uid))
 
     @cached_property
+    def kept(self) -> dict[str, int]:
+        """The newest version of each expert that some host has a checkpoint of."""
+        found: dict[str, int] = {}
+        for host in self.records:
+            for uid, version in host.kept.items():
+                found[uid] = max(version, found.get(uid, -1))
+        return found
+
+    @cached_property
     def newest_kept(self) -> dict[str, tuple[int, frozenset[PeerId]]]:
         """Of experts that nobody holds: the newest checkpoint's version, and who has it."""
         found: dict[str, tuple[int, frozenset[PeerId]]] = {}

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from swarm.experts.keeping import PROVISIONAL_TTLS
 from swarm.experts.overview import Overview
 from swarm.experts.placement import Drop, Placement, Take
 from swarm.experts.records import HostRecord
@@ -153,7 +154,7 @@ class _Host:
     """Experts, and since when."""
     disk: dict[str, int] = field(default_factory=dict)
     given_up: dict[str, float] = field(default_factory=dict)
-    provisional: dict[str, None] = field(default_factory=dict)
+    provisional: dict[str, float] = field(default_factory=dict)
     taking: dict[str, int] = field(default_factory=dict)
     moves: int = 0
     alive: bool = True
@@ -400,6 +401,8 @@ class PlacementSimulation:
             self._create(host, expert, take)
         expert.holders[host.peer_id] = None
         host.held[take.uid] = self._now
+        host.provisional[take.uid] = self._now + PROVISIONAL_TTLS * self._model.announce_ttl_s
+        host.disk[take.uid] = max(host.disk.get(take.uid, 0), self._version(expert))
         if expert.deficits:
             opened_s = expert.deficits.pop(0)
             if self._measuring:
@@ -419,7 +422,6 @@ class PlacementSimulation:
             keeper = self._hosts.get(record.peer_id)
             if keeper is not None:
                 best = max(best, keeper.disk.get(expert.uid, -1))
-        host.provisional[expert.uid] = None
         if best >= 0:
             self._restored(expert, best)
         self._begin(expert, max(0, best))
@@ -430,10 +432,12 @@ class PlacementSimulation:
         expert.losses = expert.lost_version = 0
 
     def _catch_up(self, host: _Host, view: Overview) -> None:
-        for uid in list(host.provisional):
+        for uid, until_s in list(host.provisional.items()):
             expert = self._experts[uid]
-            if uid not in host.held:
+            if uid not in host.held or self._now > until_s:
                 del host.provisional[uid]
+                continue
+            if max(host.disk.get(uid, -1), view.kept.get(uid, -1)) <= self._version(expert):
                 continue
             kept = [r.kept[uid] for r in view.records if uid in r.kept and r.peer_id in self._hosts]
             best = max([host.disk.get(uid, -1), *kept])

@@ -101,6 +101,21 @@ def test_a_lone_host_that_returns_goes_on_where_it_was(memory_world: MemoryWorld
     memory_world.run(body)
 
 
+def test_a_copy_is_saved_at_once(memory_world: MemoryWorld, tmp_path: Path) -> None:
+    async def body() -> None:
+        stage = Stage(memory_world, tmp_path)
+        await stage.begin()
+        one = await stage.host(None)
+        await eventually(lambda: len(one.held) == 2)
+        train(one, 3)
+        await asyncio.sleep(3.0)
+        two = await stage.host("b", checkpoint_s=1e6)
+        await saved(two, 3)
+        assert [(e.uid, e.weight_version) for e in seen(two, ExpertSaved)] == [(UID, 3)]
+
+    memory_world.run(body)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("first", ["older", "newer"])
 def test_the_newest_checkpoint_wins_whoever_returns_first(
