@@ -6,12 +6,14 @@ import asyncio
 import math
 import secrets
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from swarm.averaging.ahead import Ahead
 from swarm.averaging.allreduce import AllReduce
 from swarm.averaging.bandwidth import Bandwidths
-from swarm.averaging.board import Board, MatchmakingImpaired
+from swarm.averaging.board import Board
 from swarm.averaging.calls import Calls
 from swarm.averaging.decisions import (
     AnswerJoin,
@@ -60,22 +62,6 @@ HINT_EVERY_S = 0.5
 """While looking, the DHT is read at most this often."""
 
 
-@dataclass(slots=True)
-class _Ahead:
-    """A search that was begun before its round, and the group that it found."""
-
-    task: asyncio.Task[Concluded]
-    nonce: bytes = b""
-    sealed_at: float = 0.0
-    awaited: bool = False
-    """Whether a member of the group waits for us to enter."""
-    expiry: asyncio.Task[None] | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self.task.done() and not self.nonce
-
-
 class Seat:
     """This peer's place under one averaging key: its matchmaker and the exchanges it is in."""
 
@@ -106,7 +92,7 @@ class Seat:
         self._looked_in: str | None = None
         self._wake = asyncio.Event()
         self._concluded: asyncio.Future[Concluded] | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
         self._entries = Entries()
         self.matchmaker = Matchmaker(
             key,
@@ -140,7 +126,10 @@ class Seat:
         """
         begun = self.now
         if self._ahead is not None:
-            prepared = await self._claim(self._ahead, timeout_s)
+            ahead = self._ahead
+            prepared = await ahead.claim(timeout_s)
+            if self._ahead is ahead:
+                self._ahead = None
             if prepared is not None:
                 return prepared
         left_s = math.inf if timeout_s is None else max(0.0, timeout_s - (self.now - begun))
@@ -152,58 +141,18 @@ class Seat:
         The group waits for this peer until then and for `chunk_timeout_s` more. False if a search runs, or a group is
         prepared already.
         """
-        if self._concluded is not None or (self._ahead is not None and not self._ahead.failed):
+        if self._concluded is not None or (self._ahead is not None and not self._ahead.useless):
             return False
-        ahead = replace(terms, enters_in_s=min(max(0.0, at_s), MAX_ENTER_S))
-        search = self._look_ahead(ahead)
-        self._ahead = _Ahead(self._endpoint.runtime.spawn(search, f"averaging {self.key}: next group"))
+        terms = replace(terms, enters_in_s=min(max(0.0, at_s), MAX_ENTER_S))
+        search = partial(self._search, terms, math.inf)
+        self._ahead = Ahead(self._endpoint, self.key, search, lambda reason: self.feed(GiveUp(reason)), self.leave)
         return True
-
-    async def _look_ahead(self, terms: Terms) -> Concluded:
-        concluded = await self._search(terms, math.inf)
-        ahead, seal = self._ahead, concluded.seal
-        if ahead is not None and seal is not None:
-            ahead.nonce, ahead.sealed_at = seal.nonce, self.now
-            patience_s = seal.enter_within_s + self._endpoint.config.averaging.chunk_timeout_s
-            ahead.expiry = self._start(self._expire(ahead, patience_s))
-        return concluded
-
-    async def _expire(self, ahead: _Ahead, after_s: float) -> None:
-        await asyncio.sleep(after_s)
-        if self._ahead is ahead:
-            self._ahead = None
-            self.leave(ahead.nonce)
-            reason = f"the group prepared ahead was not used within {after_s:.1f} s"
-            self._endpoint.runtime.emit(MatchmakingImpaired(self.key, reason))
-
-    async def _claim(self, ahead: _Ahead, timeout_s: float | None) -> Concluded | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                concluded = await asyncio.shield(ahead.task)
-        except TimeoutError:
-            self.feed(GiveUp("it took too long"))
-            concluded = await ahead.task
-        except asyncio.CancelledError:
-            self.abandon()
-            raise
-        if self._ahead is ahead:
-            self._ahead = None
-            if ahead.expiry is not None:
-                ahead.expiry.cancel()
-            if concluded.seal is not None:
-                left_s = max(0.0, concluded.seal.enter_within_s - (self.now - ahead.sealed_at))
-                return replace(concluded, seal=replace(concluded.seal, enter_within_s=left_s))
-        return None
 
     def abandon(self) -> None:
         """Give up what was prepared; members of a group that was sealed do without us."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead.task.cancel()
-            if ahead.expiry is not None:
-                ahead.expiry.cancel()
-            if ahead.nonce:
-                self.leave(ahead.nonce)
+            ahead.abandon()
 
     async def _search(self, terms: Terms, timeout_s: float) -> Concluded:
         if self._concluded is not None:
