@@ -16,7 +16,6 @@ from swarm.errors import CallTimeoutError, NetworkError, UsageError
 from swarm.identity import KeyPair
 from swarm.net.transport import ByteStream, Contact, StreamMethod, Transport, UnaryMethod
 from swarm.pb.averaging_pb2 import AveragingAck
-from swarm.simulation.links import Direction
 from swarm.simulation.proxy import ProxyProcess, free_port
 from swarm.simulation.pytest_plugin import LocalSwarmFactory
 from tests.support import GrpcWorld
@@ -66,8 +65,7 @@ def test_calls_through_a_link_are_late_and_survive_resets_and_stalls(grpc_world:
         grpc_world.run(main)
 
 
-@pytest.mark.parametrize("direction", ["up", "down", "both"])
-def test_a_connection_that_fell_silent_is_replaced_after_two_calls(grpc_world: GrpcWorld, direction: Direction) -> None:
+def test_a_connection_that_fell_silent_is_replaced_after_two_calls(grpc_world: GrpcWorld) -> None:
     with ProxyProcess() as proxy:
         config = behind(proxy, "far")
 
@@ -97,7 +95,7 @@ def test_a_connection_that_fell_silent_is_replaced_after_two_calls(grpc_world: G
             await client.call(contact, ECHO, AveragingAck(), timeout_s=5.0)
             assert await pipe() == b"x"
             async with client.stream(contact, PIPE, timeout_s=20.0) as running:
-                proxy.swallow("far", direction=direction)
+                proxy.swallow("far", direction="up")
                 for _ in range(2):
                     with pytest.raises(CallTimeoutError):
                         await call()
