@@ -12,7 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from swarm.errors import HostBusyError
 
@@ -46,8 +46,7 @@ class Work:
     compute_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class BatchKey:
+class BatchKey(NamedTuple):
     """Work of one key may be computed together."""
 
     uid: str
@@ -167,7 +166,7 @@ class Batcher:
 
     def done(self, batch: Sequence[Work], elapsed_s: float, now_s: float = 0.0) -> None:
         """Learn how fast the device is from a batch that ended at `now_s`."""
-        tokens = sum(w.tokens for w in batch)
+        tokens = batch[0].tokens if len(batch) == 1 else sum(w.tokens for w in batch)
         self.stats.batches += 1
         self.stats.batched += len(batch)
         self.stats.tokens += tokens

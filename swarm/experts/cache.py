@@ -16,6 +16,8 @@ from swarm.identity import PeerId
 
 Key = tuple[PeerId, str, bytes]
 """Who asked, which expert, which request."""
+_Flat = tuple[bytes, str, bytes]
+"""A key of values that remember their hash."""
 
 
 @dataclass(slots=True)
@@ -40,26 +42,31 @@ class ForwardCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._fresh: OrderedDict[Key, CachedForward] = OrderedDict()
-        self._spent: OrderedDict[Key, CachedForward] = OrderedDict()
-        self._graphs: OrderedDict[Key, CachedForward] = OrderedDict()
+        self._fresh: OrderedDict[_Flat, CachedForward] = OrderedDict()
+        self._spent: OrderedDict[_Flat, CachedForward] = OrderedDict()
+        self._graphs: OrderedDict[_Flat, CachedForward] = OrderedDict()
+        # an expert's graphs go with its every step, however many others have
+        self._graphs_of: dict[str, dict[_Flat, None]] = {}
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._fresh) + len(self._spent)
 
-    def put(self, key: Key, entry: CachedForward) -> None:
+    def put(self, by: Key, entry: CachedForward) -> None:
         """Remember a forward pass, in place of one of the same key."""
+        key = (by[0].digest, by[1], by[2])
         self._forget(key)
         self._fresh[key] = entry
         self.nbytes += entry.input_bytes
         if entry.graph is not None:
             self._graphs[key] = entry
+            self._graphs_of.setdefault(key[1], {})[key] = None
             self.nbytes += entry.graph_bytes
         self._evict()
 
-    def take(self, key: Key) -> tuple[list[Tensor], KeptGraph | None] | None:
+    def take(self, by: Key) -> tuple[list[Tensor], KeptGraph | None] | None:
         """Inputs and graph for a backward pass, or none. A graph serves once; inputs stay for a retry."""
+        key = (by[0].digest, by[1], by[2])
         entry = self._fresh.pop(key, None) or self._spent.pop(key, None)
         if entry is None:
             return None
@@ -70,7 +77,7 @@ class ForwardCache:
 
     def drop_graphs(self, uid: str) -> None:
         """The weights of an expert have changed: its graphs are of no use any more."""
-        for key in [k for k in self._graphs if k[1] == uid]:
+        for key in list(self._graphs_of.get(uid, ())):
             self._drop_graph(key)
 
     def drop_expert(self, uid: str) -> None:
@@ -82,15 +89,20 @@ class ForwardCache:
         self._fresh.clear()
         self._spent.clear()
         self._graphs.clear()
+        self._graphs_of.clear()
         self.nbytes = 0
 
-    def _drop_graph(self, key: Key) -> None:
+    def _drop_graph(self, key: _Flat) -> None:
         entry = self._graphs.pop(key, None)
         if entry is not None:
             entry.graph = None
             self.nbytes -= entry.graph_bytes
+            of_expert = self._graphs_of[key[1]]
+            del of_expert[key]
+            if not of_expert:
+                del self._graphs_of[key[1]]
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: _Flat) -> None:
         self._drop_graph(key)
         entry = self._fresh.pop(key, None) or self._spent.pop(key, None)
         if entry is not None:

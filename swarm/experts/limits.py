@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Self
 
 from swarm.errors import HostBusyError
 from swarm.identity import PeerId
-from swarm.tensors.wire import Admit
 
 _SMOOTHING = 0.2
 _MAX_TRAINERS = 256
@@ -35,30 +33,18 @@ class InflightBudget:
         self._by_peer: dict[PeerId, int] = {}
         self.held_bytes = 0
 
-    @contextmanager
-    def hold(self, peer: PeerId) -> Iterator[Admit]:
-        """Reserve with the callable, release when the block ends.
+    def hold(self, peer: PeerId) -> Hold:
+        """Reserve with the context's value, which is called with numbers of bytes; released when the block ends.
 
-        The callable raises `HostBusyError` when too much is held already; alone, a request of any size is admitted.
+        It raises `HostBusyError` when too much is held already; alone, a request of any size is admitted.
         """
-        reserved = 0
+        return Hold(self, peer)
 
-        def admit(nbytes: int) -> None:
-            nonlocal reserved
-            self._check(peer, nbytes)
-            reserved += nbytes
-            self.held_bytes += nbytes
-            self._by_peer[peer] = self._by_peer.get(peer, 0) + nbytes
-
-        try:
-            yield admit
-        finally:
-            self.held_bytes -= reserved
-            left = self._by_peer.get(peer, 0) - reserved
-            if left:
-                self._by_peer[peer] = left
-            else:
-                self._by_peer.pop(peer, None)
+    def _change(self, peer: PeerId, nbytes: int) -> None:
+        self.held_bytes += nbytes
+        held = self._by_peer.pop(peer, 0) + nbytes
+        if held:
+            self._by_peer[peer] = held
 
     def _check(self, peer: PeerId, nbytes: int) -> None:
         if not self.held_bytes:
@@ -72,6 +58,29 @@ class InflightBudget:
                 "too much.",
                 fix="Retry later, or ask another replica.",
             )
+
+
+class Hold:
+    """What one request holds of a budget."""
+
+    __slots__ = ("_budget", "_nbytes", "_peer")
+
+    def __init__(self, budget: InflightBudget, peer: PeerId) -> None:
+        self._budget = budget
+        self._peer = peer
+        self._nbytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, nbytes: int) -> None:
+        self._budget._check(self._peer, nbytes)
+        self._budget._change(self._peer, nbytes)
+        self._nbytes += nbytes
+
+    def __exit__(self, *error: object) -> None:
+        self._budget._change(self._peer, -self._nbytes)
+        self._nbytes = 0
 
 
 class GradientLimits:

@@ -298,7 +298,10 @@ class ExpertServer:
         _fits(f"The gradients for {part.uid}", grads, profile.outputs, rows=inputs[0].shape[0])
         if graph is None:
             self.stats.recomputed_parts += 1
-        return BackwardJob(peer_id, part.request_id, inputs, grads, part.apply, graph, part.defer), [*inputs, *grads]
+        job = BackwardJob(
+            *(peer_id, part.request_id, inputs, grads, part.apply, graph, part.defer), checked=not part.with_inputs
+        )
+        return job, [*inputs, *grads]
 
     def _respond(
         self,

@@ -66,7 +66,7 @@ class Statistics:
         key = batch[0].key
         if not isinstance(key, BatchKey):
             return
-        tokens = queue_s = 0.0
+        tokens, queue_s = 0, 0.0
         for work in batch:
             tokens += work.tokens
             queue_s += work.queue_s
@@ -75,7 +75,7 @@ class Statistics:
             if totals is None:
                 totals = self._totals[key.uid] = _Totals(now_s)
             totals.requests += len(batch)
-            totals.tokens += int(tokens)
+            totals.tokens += tokens
             totals.batches += 1
             totals.queue_s += queue_s
             totals.compute_s += elapsed_s

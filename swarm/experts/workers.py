@@ -158,8 +158,10 @@ class DeviceWorker:
             work.compute_s = elapsed_s
         if len(self._costs) > _MAX_COSTS:
             self._costs.clear()
-        tokens = sum(w.tokens for w in batch.work)
-        self._costs.setdefault(batch.work[0].key, _Cost()).learn(tokens, elapsed_s)
+        cost = self._costs.get(batch.work[0].key)
+        if cost is None:
+            cost = self._costs[batch.work[0].key] = _Cost()
+        cost.learn(sum(w.tokens for w in batch.work), elapsed_s)
         return results
 
     async def call(self, fn: Callable[[], T]) -> T:
