@@ -47,12 +47,14 @@ class HostCopies:
         self._outgoing = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def to_device(self, tensors: Sequence[Tensor]) -> Arriving:
-        """Begin to copy tensors to the device; those that are there stay as they are. From any thread."""
+        """Begin to copy tensors to the device; those that are there stay as they are. From any thread.
+
+        The copies wait for earlier copies only, not for what is computed.
+        """
         stream = self._incoming
         if stream is None or all(t.device == self.device for t in tensors):
             return Arriving([t.to(self.device) for t in tensors])
         staged = [t if t.is_cuda or t.is_pinned() else _pinned_like(t).copy_(t) for t in tensors]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             copies = [t.to(self.device, non_blocking=True) for t in staged]
         return Arriving(copies, stream.record_event())
