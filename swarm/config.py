@@ -146,9 +146,9 @@ class HostConfig(_Section):
     """Tensors of requests that arrive or are not answered yet; more are refused with `HostBusyError`. A host without
     any takes one request of any size; beside others, one caller may have half of it."""
     upload_stall_s: float = Field(10.0, gt=0)
-    """A request whose next chunk takes longer to arrive is given up."""
+    """A request of which nothing arrives for so long is given up."""
     upload_bytes_s: int = Field(64 * 1024, gt=0)
-    """So is one that arrives more slowly than this on the whole."""
+    """So is one that arrives more slowly than this."""
     forward_cache_bytes: int = Field(512 * MIB, gt=0)
     """Inputs kept for backward passes that may come."""
     announce_ttl_s: float = Field(30.0, gt=0)
@@ -178,7 +178,7 @@ class ClientConfig(_Section):
     directory_max_experts: int = Field(4096, ge=0)
     """Grids with more experts are not read whole but searched. Hosts must announce what such a search reads, see
     `host.announce_prefixes_above`."""
-    beam_width: int = Field(128, gt=0)
+    beam_width: int = Field(256, gt=0)
     """Prefixes of experts in the beam of one token when a grid is searched."""
     search_cache_prefixes: int = Field(16384, gt=0)
     """Prefixes of one grid whose records are kept."""

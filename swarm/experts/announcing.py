@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -11,8 +11,9 @@ from swarm.dht.node import Put
 from swarm.endpoint import Endpoint
 from swarm.errors import MalformedFrameError, SwarmError
 from swarm.events import Event
+from swarm.experts.prefixes import PrefixAnnouncer
 from swarm.experts.records import HostRecord, merge_records, record_key
-from swarm.experts.spec import parse_uid
+from swarm.experts.spec import ExpertGrid, parse_uid
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -39,9 +40,17 @@ class Announcer:
         grids: Names of the grids that the host could hold experts of.
         capacity: Experts that it is willing to hold.
         ttl_s: Lifetime of the records; the host writes them again well before.
+        searched: Those of the grids that clients may search, so that prefixes are announced too.
     """
 
-    def __init__(self, endpoint: Endpoint, grids: Sequence[str], capacity: int, ttl_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        grids: Sequence[str],
+        capacity: int,
+        ttl_s: float,
+        searched: Collection[ExpertGrid] = (),
+    ) -> None:
         self._endpoint = endpoint
         self._runtime = endpoint.runtime
         self._grids = sorted(grids)
@@ -49,6 +58,7 @@ class Announcer:
         self._ttl_s = ttl_s
         self._written: dict[str, int] = {}
         self._writing = asyncio.Lock()
+        self._prefixes = PrefixAnnouncer(endpoint, searched, ttl_s)
 
     async def announce(
         self,
@@ -59,6 +69,7 @@ class Announcer:
         throughput: float = 0.0,
         busy: Mapping[str, int] = NOTHING,
         kept: Mapping[str, int] = NOTHING,
+        taking: Mapping[str, int] = NOTHING,
     ) -> None:
         """Write what the host holds, one record or more for each grid; see `HostRecord` for the figures.
 
@@ -66,7 +77,7 @@ class Announcer:
             held: Weight versions by uid.
             kept: Checkpoints; what belongs to other grids is left out.
         """
-        experts, rates, saved = (self._by_grid(values) for values in (held, busy, kept))
+        experts, rates, saved, coming = (self._by_grid(values) for values in (held, busy, kept, taking))
         async with self._writing:
             puts: list[Put] = []
             outdated: list[tuple[str, str]] = []
@@ -82,6 +93,7 @@ class Announcer:
                     throughput=throughput,
                     busy=rates[name],
                     kept=saved[name],
+                    taking=coming[name],
                 )
                 bodies = record.to_bodies(self._endpoint.config.dht.max_body_bytes)
                 key = record_key(name)
@@ -97,6 +109,7 @@ class Announcer:
             else:
                 if not all(accepted):
                     self._runtime.emit(AnnouncementFailed("No peer took a record."))
+        await self._prefixes.announce(held, leaving)
 
     def _by_grid(self, values: Mapping[str, int]) -> dict[str, dict[str, int]]:
         parted: dict[str, dict[str, int]] = {name: {} for name in self._grids}
@@ -108,6 +121,7 @@ class Announcer:
 
     async def withdraw(self) -> None:
         """Delete every record."""
+        await self._prefixes.withdraw()
         for name, count in sorted(self._written.items()):
             for i in range(count):
                 try:

@@ -113,7 +113,7 @@ class Trie:
     def search(self, logits: Sequence[Tensor], k: int, width: int, usable: Tensor) -> Found:
         """The best experts of every token among those in the beams.
 
-        Where the beams hold fewer than `k` usable experts, they are widened until they do or hold everything.
+        Where beams of which nothing is missing hold fewer than `k` usable experts, they are widened.
 
         Args:
             logits: The gate's logits for each dimension. Each [tokens, dims[i]]
@@ -126,7 +126,7 @@ class Trie:
         while True:
             at, used, missing, cut = self._beams(sample, width)
             among = usable.nonzero().flatten() if at is None else at[usable[at]]
-            if len(among) >= k or not cut:
+            if len(among) >= k or not cut or missing:
                 break
             width *= 2
         experts = self._best(logits, among, min(k, len(among)))

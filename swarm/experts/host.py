@@ -12,16 +12,23 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 
 from swarm.endpoint import Endpoint
-from swarm.errors import ConfigError, SwarmError, UnknownExpertClassError, UnknownOptimizerError
-from swarm.events import Event
+from swarm.errors import SwarmError, UnknownExpertClassError, UnknownOptimizerError
 from swarm.experts.announcing import Announcer
 from swarm.experts.backend import ComputeOptions, ExpertBackend
 from swarm.experts.batching import Batcher, BatcherStats
 from swarm.experts.checkpoints import checkpoints_of
+from swarm.experts.devices import memory_capacity, resolve_device
+from swarm.experts.happenings import (
+    ExpertDropped,
+    ExpertNotTaken,
+    ExpertTaken,
+    GradientsLost,
+    GridSkipped,
+    HandOverIncomplete,
+)
 from swarm.experts.keeping import ExpertKeeper
 from swarm.experts.overview import donors_of
 from swarm.experts.placement import Drop, Placement, Take
@@ -36,64 +43,9 @@ from swarm.experts.workers import DeviceWorker, InlineWorker, Worker
 from swarm.runtime import TaskFailed
 from swarm.state.transfer import SnapshotStore
 
-_MEMORY_SHARE = 0.5
-_COPIES_PER_PARAMETER = 5
-"""Parameters, gradients, two moments, and a snapshot for other hosts."""
-_EXPERT_FLOOR_BYTES = 1 << 20
 _JITTER = 0.2
 _ANNOUNCEMENTS_PER_TTL = 3
 _MAX_EXPERTS = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTaken(Event):
-    """The host holds an expert from now on: copied from `donor`, from `disk`, or (empty) with its initial weights."""
-
-    uid: str
-    weight_version: int
-    donor: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNotTaken(Event):
-    """The host should hold an expert but could not get it; it tries again."""
-
-    uid: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertDropped(Event):
-    """The host gave an expert up."""
-
-    uid: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GradientsLost(Event):
-    """Gradients of so many tokens, collected for a step of this replica, ended with it."""
-
-    uid: str
-    tokens: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GridSkipped(Event):
-    """The host cannot hold the experts of a grid."""
-
-    grid: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HandOverIncomplete(Event):
-    """The host left although nobody had taken some of its experts over; `experts` names a few of `count`."""
-
-    experts: tuple[str, ...]
-    count: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +60,6 @@ class HostStats:
     serving: ServingStats
     batching: BatcherStats
     per_expert: dict[str, ExpertUse]
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting: `auto` is CUDA where there is one. Raises `ConfigError`."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"The device {name!r} cannot be used: {error}", fix="Set host.device to 'cpu'.") from error
-    return device
-
-
-def memory_capacity(expert_bytes: int, device: torch.device) -> int:
-    """How many experts of this size half of the free memory holds, optimizer state and snapshot included."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(free * _MEMORY_SHARE) // max(_EXPERT_FLOOR_BYTES, expert_bytes * _COPIES_PER_PARAMETER)
 
 
 class ExpertHost:
