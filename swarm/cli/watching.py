@@ -81,7 +81,7 @@ def run_until_stopped(reporter: Reporter, peer: Peer, close: Callable[[], None])
 
 
 def _tell_what_was_lost(reporter: Reporter, peer: Peer) -> None:
-    from swarm.experts.host import HandOverIncomplete  # by now torch is loaded anyway
+    from swarm.experts.happenings import HandOverIncomplete  # by now torch is loaded anyway
 
     for stamped in peer.events.recent(HandOverIncomplete):
         if isinstance(event := stamped.event, HandOverIncomplete):

@@ -26,7 +26,8 @@ from swarm.errors import (
     UnsupportedDtypeError,
     WireError,
 )
-from swarm.experts.host import ExpertDropped, ExpertHost, ExpertTaken, GradientsLost, HandOverIncomplete
+from swarm.experts.happenings import ExpertDropped, ExpertTaken, GradientsLost, HandOverIncomplete
+from swarm.experts.host import ExpertHost
 from swarm.experts.protocol import CALL, CALL_STREAM, CallRequest, CallResponse, PartRequest, RequestIds
 from swarm.experts.registry import build_expert
 from swarm.experts.replicas import ReplicaSynced

@@ -11,7 +11,9 @@ from swarm.config import PeerConfig
 from swarm.errors import ConfigError, UnknownExpertClassError
 from swarm.events import Event
 from swarm.experts.announcing import AnnouncementFailed, HostRecordIgnored
-from swarm.experts.host import ExpertHost, GridSkipped, memory_capacity, resolve_device
+from swarm.experts.devices import memory_capacity, resolve_device
+from swarm.experts.happenings import GridSkipped
+from swarm.experts.host import ExpertHost
 from swarm.experts.records import record_key
 from swarm.experts.spec import ExpertGrid
 from swarm.runtime import TaskFailed

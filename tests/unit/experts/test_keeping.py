@@ -11,7 +11,8 @@ import torch
 
 from swarm.config import PeerConfig
 from swarm.errors import HostBusyError, MalformedFrameError, UnknownExpertError
-from swarm.experts.host import ExpertHost, ExpertTaken
+from swarm.experts.happenings import ExpertTaken
+from swarm.experts.host import ExpertHost
 from swarm.experts.keeping import (
     OFFER_KEPT,
     ExpertLost,
