@@ -210,10 +210,9 @@ class Chooser:
             i, j = sorted(self._rng.sample(range(len(peers)), 2))
             first, second = peers[i], peers[j]
         # what this pass has given a host already comes before
-        one_s, two_s = (
-            self._loads.expected_s(peer, grid, tokens + self._assigned.get(peer, 0), self._now_s)
-            for peer in (first, second)
-        )
+        expected_s, given = self._loads.expected_s, self._assigned
+        one_s = expected_s(first, grid, tokens + given.get(first, 0), self._now_s)
+        two_s = expected_s(second, grid, tokens + given.get(second, 0), self._now_s)
         if not _close(max(one_s, two_s), min(one_s, two_s)):
             return first if one_s < two_s else second
         return second if second in self._assigned and first not in self._assigned else first
