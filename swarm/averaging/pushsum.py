@@ -207,6 +207,11 @@ class Receipts:
         self._accounts[key] = account
         return account
 
+    def idle(self, now: float) -> bool:
+        """Whether nothing is remembered any more that somebody may ask about."""
+        self._forget(now)
+        return not self._accounts
+
     def _forget(self, now: float) -> None:
         while self._accounts:
             key = next(iter(self._accounts))

@@ -68,6 +68,8 @@ class AveragingService:
         """Like `open`, for push-sum on vectors of this layout."""
         self._check_free(key)
         config = self.endpoint.config.averaging
+        now, seats = self.endpoint.runtime.clock.time(), self._push_seats
+        self._receipts = {k: kept for k, kept in self._receipts.items() if k in seats or not kept.idle(now)}
         receipts = self._receipts.setdefault(key, Receipts(2 * (config.share_reclaim_s + config.round_timeout_s)))
         seat = self._push_seats[key] = PushSeat(
             self.endpoint, key, strategy, layout, schema_hash, receipts, self.probation, self.report

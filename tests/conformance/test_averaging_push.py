@@ -339,3 +339,22 @@ def test_what_comes_back_reaches_tensors_that_a_round_works_on_a_copy_of(world: 
         torch.testing.assert_close(one.tensors[0], torch.full((3,), 2.0), rtol=1e-3, atol=1e-3)
 
     world.run(main)
+
+
+def test_receipts_of_keys_that_are_used_no_more_are_forgotten_in_time(memory_world: World) -> None:
+    # In virtual time: what must be remembered is, for a while.
+    async def main() -> None:
+        one, other = await mates(memory_world, random_values(2), key="first")
+        await one.averager.step_async()
+        await settled([one, other])
+        await other.averager.aclose()
+        keep_s = 2 * (CONFIG.averaging.share_reclaim_s + CONFIG.averaging.round_timeout_s)
+        for later_s, remembered in ((0.5 * keep_s, ["first", "0"]), (keep_s, ["1"])):
+            await asyncio.sleep(later_s)
+            key = remembered[-1]
+            averager = Averager(other, other.tensors, key, PushSum())
+            await averager.open()
+            assert list(other.averaging._receipts) == remembered
+            await averager.aclose()
+
+    memory_world.run(main)
