@@ -183,7 +183,8 @@ class ExpertSearch:
 
     async def look_up(self, grid: str, experts: Collection[Prefix]) -> None:
         """Read who holds these experts."""
-        await self._read(grid, sorted({at[:-1]: None for at in experts}), again=True)
+        prefixes = {at[:depth]: None for at in experts for depth in range(len(at))}
+        await self._read(grid, sorted(prefixes), again=True)
 
     async def look_around(self, grid: str, count: int) -> None:
         """Read prefixes, those with experts first, until so many live experts are known or all prefixes are read."""
