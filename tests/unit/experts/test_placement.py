@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.experts.overview import donors_of, quotas
-from swarm.experts.placement import PATIENCE_TICKS, SETTLE_TICKS, Drop, Placement, Take
+from swarm.experts.placement import MOVE_TICKS, PATIENCE_TICKS, SETTLE_TICKS, TAKING_TICKS, Drop, Placement, Take
 from swarm.experts.records import HostRecord, rendezvous_order
 from swarm.experts.spec import ExpertGrid
 from swarm.identity import PeerId
@@ -194,3 +195,83 @@ def test_survivors_fill_the_gaps_of_the_dead_within_capacity() -> None:
         swarm.tick()
     assert set(swarm.copies()) == {2}
     assert all(load <= 10 for load in swarm.loads())
+
+
+def record(peer_id: PeerId, experts: Mapping[str, int], **more: Any) -> HostRecord:
+    return HostRecord(peer_id, (), experts, capacity=99, load=len(experts), **more)
+
+
+def test_missing_replicas_are_taken_least_replicated_first_then_the_busiest() -> None:
+    me, a, b = peers(3)
+    others = [
+        record(a, dict.fromkeys(UIDS[:4], 0), busy={UIDS[1]: 10, UIDS[2]: 500}),
+        record(b, dict.fromkeys(UIDS[3:4], 0), busy={UIDS[3]: 900}),
+    ]
+    takes = [a.uid for a in Placement(me, dict.fromkeys(UIDS[:5], 3), 99).decide({}, others)]
+    assert takes == [UIDS[4], UIDS[2], UIDS[1], UIDS[0], UIDS[3]]
+
+
+def test_who_has_the_newest_checkpoint_takes_what_nobody_holds() -> None:
+    ids = peers(5)
+    kept = {ids[1]: 4, ids[3]: 9, ids[4]: 9}
+    for uid in UIDS[:4]:
+        first = next(p for p in rendezvous_order(uid, ids) if kept.get(p) == 9)
+        for me in ids:
+            others = [record(p, {}, kept={uid: kept[p]} if p in kept else {}) for p in ids if p != me]
+            own = {uid: kept[me]} if me in kept else {}
+            takes = [a for a in Placement(me, {uid: 1}, 99).decide({}, others, own) if isinstance(a, Take)]
+            assert [a.uid for a in takes] == ([uid] if me == first else [])
+            assert all([h.kept[uid] for h in a.keepers] == sorted(h.kept[uid] for h in a.keepers)[::-1] for a in takes)
+
+
+def test_what_is_on_its_way_is_waited_for_but_not_for_ever() -> None:
+    uid = UIDS[0]
+    holder, taker, me = peers(3)
+    others = [record(holder, {uid: 1}), record(taker, {}, taking={uid: 1})]
+    placement = Placement(me, {uid: 2}, 99)
+    decided = [placement.decide({}, others) for _ in range(TAKING_TICKS + 3)]
+    assert decided[: TAKING_TICKS - 1] == [[]] * (TAKING_TICKS - 1)
+    assert any(decided[TAKING_TICKS - 1 :])
+
+
+def shared(me: PeerId, other: PeerId, mine: int, theirs: int) -> list[list[Take | Drop]]:
+    """Decisions of a minute, with so many experts of one replica each here and there, all of which could come here."""
+    uids = [u for u in ExpertGrid("x.[0:200]", "ffn").uids() if rendezvous_order(u, [me, other])[0] == me]
+    held = dict.fromkeys(uids[:mine], 0)
+    others = [record(other, dict.fromkeys(uids[mine : mine + theirs], 0))]
+    placement = Placement(me, dict.fromkeys(uids[: mine + theirs], 1), 99)
+    return [placement.decide(held, others) for _ in range(MOVE_TICKS)]
+
+
+def test_experts_move_only_if_the_busier_host_is_relieved_by_a_quarter() -> None:
+    me, other = peers(2)
+    assert not any(shared(me, other, 10, 16)), "16 to 13 is less than a quarter"
+    decided = shared(me, other, 10, 18)
+    assert decided[: SETTLE_TICKS - 1] == [[]] * (SETTLE_TICKS - 1)
+    assert 1 <= len(decided[SETTLE_TICKS - 1]) <= 4
+    assert sum(map(bool, decided)) <= 2, "about once a minute"
+
+
+def test_the_busiest_experts_move_first_and_a_little_work_does_not_weigh_much() -> None:
+    me, other = peers(2)
+    uids = [u for u in ExpertGrid("x.[0:200]", "ffn").uids() if rendezvous_order(u, [me, other])[0] == me][:20]
+    held, theirs = dict.fromkeys(uids[:10], 0), dict.fromkeys(uids[10:], 0)
+    busy = dict.fromkeys(theirs, 400) | {uids[12]: 600, uids[15]: 550}
+    placement = Placement(me, dict.fromkeys(uids, 1), 99)
+    decided = [placement.decide(held, [record(other, theirs, busy=busy)]) for _ in range(SETTLE_TICKS)]
+    assert [a.uid for a in decided[-1]][:2] == [uids[12], uids[15]]
+    placement = Placement(me, dict.fromkeys(uids, 1), 99)
+    idle = record(other, theirs, busy={uids[12]: 1})
+    assert not any(placement.decide(held, [idle]) for _ in range(MOVE_TICKS))
+
+
+def test_what_was_given_up_is_taken_again_only_if_others_do_not() -> None:
+    uid = UIDS[0]
+    ids = rendezvous_order(uid, peers(4))
+    me, holder, *rest = ids
+    placement = Placement(me, {uid: 2}, 99)
+    placement.decide({uid: 3}, [record(p, {uid: 3}) for p in (holder, rest[0])])
+    others = [record(holder, {uid: 3}), *(record(p, {}) for p in rest)]
+    decided = [placement.decide({}, others) for _ in range(3 * PATIENCE_TICKS)]
+    assert not any(decided[: 2 * PATIENCE_TICKS - 1]), "the next in order has had its time"
+    assert any(decided[2 * PATIENCE_TICKS - 1 :])
