@@ -47,7 +47,7 @@ from swarm.identity import PeerId
 from swarm.net.transport import ByteStream, CallContext
 from swarm.tensors.codecs import codec
 from swarm.tensors.streaming import receive_tensors, send_tensors
-from swarm.tensors.wire import Admit, Limits, from_frame, to_frame
+from swarm.tensors.wire import DEFAULT_CHUNK_BYTES, Admit, Limits, from_frame, to_frame
 
 _UNARY_LIMITS = Limits(max_payload_bytes=MAX_UNARY_BYTES)
 _STREAM_LIMITS = Limits(max_header_bytes=4 << 20, max_tensors=16384, max_payload_bytes=MAX_CALL_PAYLOAD_BYTES)
@@ -93,12 +93,13 @@ class _Upload(ByteStream):
     def __init__(self, first: bytes, stream: ByteStream, stall_s: float, bytes_s: float) -> None:
         self._first: bytes | None = first
         self._stream = stream
-        self._stall_s = stall_s
+        self._stall_s = self._patience_s = stall_s
         self._bytes_s = bytes_s
         self._ends_s = float("inf")
 
     def announced(self, nbytes: int) -> None:
-        """The request takes so many bytes: it has to be here by a certain time."""
+        """The request takes so many bytes: it has to be here by a certain time, as has each message."""
+        self._patience_s = self._stall_s + min(nbytes, DEFAULT_CHUNK_BYTES) / self._bytes_s
         self._ends_s = asyncio.get_running_loop().time() + self._stall_s + nbytes / self._bytes_s
 
     async def send(self, chunk: bytes) -> None:
@@ -112,7 +113,7 @@ class _Upload(ByteStream):
         if first is not None:
             return first
         try:
-            async with asyncio.timeout_at(min(asyncio.get_running_loop().time() + self._stall_s, self._ends_s)):
+            async with asyncio.timeout_at(min(asyncio.get_running_loop().time() + self._patience_s, self._ends_s)):
                 return await self._stream.receive()
         except TimeoutError as error:
             fix = "Send smaller requests, or check the link."
