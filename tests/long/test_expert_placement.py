@@ -17,7 +17,7 @@ def test_an_hour_of_usual_churn() -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_losses_at_twenty_times_the_churn_without_a_hand_over_are_predicted() -> None:
+def test_losses_at_ten_times_the_churn_without_hand_overs_are_those_predicted() -> None:
     figures = PlacementSimulation(PlacementModel(churn=0.1, graceful=0.0, replicas=2, minutes=20.0)).run()
     assert figures.losses > 100
     assert figures.ratio <= 1.5
