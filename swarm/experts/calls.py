@@ -26,6 +26,7 @@ from swarm.errors import (
     WrongRunError,
 )
 from swarm.events import Event
+from swarm.experts.anomalies import AnswerSizes
 from swarm.experts.protocol import Pass
 from swarm.identity import PeerId
 from swarm.net.transport import Contact
@@ -106,6 +107,7 @@ class ExpertCall:
         grad_inputs: What a host answered to the backward pass; None in the list for an input without a gradient.
         applied: A host confirmed that it applied the gradients of the parameters.
         may_apply: A host may still be asked to apply them: no earlier attempt can have done it.
+        sizes: What its answers' sizes are compared with; none accepts any size.
         defer: The host that answered the forward pass shall apply them together with a later call's.
         with_inputs: The next attempt carries the inputs.
         settling: The host that was asked to apply the gradients has not answered, but another has given those of the
@@ -125,6 +127,7 @@ class ExpertCall:
     grad_inputs: list[Tensor | None] | None = None
     applied: bool = False
     may_apply: bool = False
+    sizes: AnswerSizes | None = None
     defer: bool = False
     with_inputs: bool = False
     settling: bool = False
@@ -327,6 +330,7 @@ class CallOptions:
         codec: How floating-point tensors travel: `none`, `bf16`, `fp16` or `int8`.
         grad_scale: What the loss was multiplied by.
         stats: Where the calls are counted.
+        sizes: What the answers' sizes are compared with; none accepts any size.
     """
 
     layer: str
@@ -335,6 +339,7 @@ class CallOptions:
     codec: str = "none"
     grad_scale: float = 1.0
     stats: LayerStats = field(default_factory=LayerStats)
+    sizes: AnswerSizes | None = None
 
 
 def is_definite(error: SwarmError) -> bool:

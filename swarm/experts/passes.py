@@ -109,6 +109,8 @@ class LayerCall(RemotePass):
         self.options = options
         self.counts = list(counts)
         self.calls = [client.new_call(uid, n, ()) for uid, n in zip(uids, counts, strict=True)]
+        for call in self.calls:
+            call.sizes = options.sizes
         self.backward_timeout_s = backward_timeout_s
 
     @property
