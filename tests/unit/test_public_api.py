@@ -27,6 +27,7 @@ PROMISED = [
     "create_run",
     "expert",
     "join",
+    "optimizer",
 ]
 
 
