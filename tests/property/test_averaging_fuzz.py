@@ -20,9 +20,9 @@ def test_whatever_a_peer_sends_others_end_their_rounds_and_average_without_it(
     async def main() -> None:
         fuzz = AveragingFuzz(memory_world, random.Random(seed))
         await fuzz.open()
-        await fuzz.rounds(40)
+        await fuzz.rounds(25)
         fuzz.check()
-        assert fuzz.tried > 1000
+        assert fuzz.tried > 500
         assert await fuzz.well()
 
     memory_world.run(main)
