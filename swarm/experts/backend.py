@@ -174,6 +174,7 @@ class ExpertBackend:
         self._options = options
         self._applied = AppliedIds()
         self._copies = HostCopies(self.device)
+        self._on_cpu = self.device.type == "cpu"
         self._output_dtypes = [torch_dtype(spec.dtype) for spec in self.profile.outputs]
         ratio = options.gradient_norm_ratio
         self._limits = GradientLimits(ratio) if ratio is not None else None
@@ -266,15 +267,18 @@ class ExpertBackend:
         """Run the expert's own code; whatever it raises becomes an `ExpertFailedError`."""
         if self.module.training != train:
             self.module.train(train)
-        random: AbstractContextManager[object] = nullcontext()
+        random: PrivateRandomness | None = None
         if train and self.profile.random:
             random = PrivateRandomness(replay_seed(request_id))
             run: Callable[..., object] = self.module
         else:
             run = self._compiled or self.module
         try:
-            with random, self._autocast():
+            if random is None and self._options.autocast == "none":
                 result = run(*inputs)
+            else:
+                with random or nullcontext(), self._autocast():
+                    result = run(*inputs)
         except Exception as error:
             raise ExpertFailedError(f"{self.uid} raised {type(error).__name__}: {str(error)[:300]}") from error
         self._report_compiler()
@@ -294,12 +298,14 @@ class ExpertBackend:
     def _joined(self, groups: Sequence[Sequence[Tensor]], staged: Sequence[Arriving | None]) -> list[Tensor]:
         """One batch on the expert's device; a lone request is not copied."""
         try:
-            if all(s is not None for s in staged):
+            if staged[0] is not None and all(s is not None for s in staged):
                 here = [s.wait() for s in staged if s is not None]
                 return here[0] if len(here) == 1 else [torch.cat(t) for t in zip(*here, strict=True)]
             together = groups[0] if len(groups) == 1 else [torch.cat(t) for t in zip(*groups, strict=True)]
         except RuntimeError as error:
             raise SchemaMismatchError(f"The tensors for {self.uid} do not fit together: {str(error)[:200]}") from error
+        if self._on_cpu and all(t.is_cpu for t in together):
+            return list(together)
         return self._copies.to_device(together).wait()
 
     @staticmethod

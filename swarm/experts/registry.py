@@ -158,7 +158,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+_dtype_names: dict[torch.dtype, str] = {}
 
 
 def profile(grid: ExpertGrid) -> ExpertProfile:
