@@ -51,7 +51,7 @@ class Trainer:
             asked[str(contact.peer_id)] += 1
             return prepare(contact, *rest)
 
-        attempts.prepare = counting  # type: ignore[method-assign]
+        attempts.prepare = counting  # type: ignore[assignment, method-assign]
         self.steps(10)
         attempts.prepare = prepare  # type: ignore[method-assign]
         [(peer_id, _)] = asked.most_common(1)
