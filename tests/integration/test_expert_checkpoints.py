@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import swarm
+from swarm.errors import NotEnoughExpertsError
 from swarm.simulation.pytest_plugin import LocalSwarmFactory
 
 pytestmark = pytest.mark.timeout(150)  # processes start slowly where cores are busy
@@ -34,11 +35,18 @@ def test_all_hosts_killed_and_started_again_the_newest_checkpoint_wins(local_swa
             peer.wait_for_experts("ffn", timeout_s=30)
             expert = swarm.RemoteExpert(peer, UID)
 
+            def step() -> bool:
+                try:
+                    expert(torch.randn(4, 8)).square().mean().backward()
+                except NotEnoughExpertsError:
+                    return False  # the host that was asked has just died, or has just come back unnoticed
+                return True
+
             def train_until_saved(name: str, version: int) -> int:
                 deadline = time.monotonic() + 60
                 while saved(s, name) <= version:
                     assert time.monotonic() < deadline, s.events(name)
-                    expert(torch.randn(4, 8)).square().mean().backward()
+                    step()
                     time.sleep(0.02)
                 return saved(s, name)
 
@@ -59,6 +67,8 @@ def test_all_hosts_killed_and_started_again_the_newest_checkpoint_wins(local_swa
             while len(versions := announced()) < 2 or min(versions) < newer:
                 assert time.monotonic() < deadline, (newer, versions)
                 time.sleep(0.1)
-            assert expert(torch.randn(4, 8)).isfinite().all()
+            while not step():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
         assert max([*restored(s, "host-0"), *restored(s, "host-1")]) >= newer
         assert not [e for n in s.names("host") for e in s.events(n) if e["kind"] in ("ExpertLost", "TaskFailed")]
