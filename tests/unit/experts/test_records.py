@@ -36,7 +36,7 @@ def test_loads_and_checkpoints_of_experts_travel_in_the_records_too() -> None:
     record = HostRecord(
         peer(1),
         tuple(f"host-{i}.example.org:12345" for i in range(8)),
-        {uid: 1 << 60 for uid in uids[:700]},
+        dict.fromkeys(uids[:700], 1 << 60),
         throughput=123457.0,
         busy=dict.fromkeys(uids[:700:2], (1 << 32) - 1),
         kept=dict.fromkeys(uids[500:], 1 << 61),
