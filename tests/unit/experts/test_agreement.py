@@ -96,6 +96,23 @@ def test_of_two_agreements_on_one_base_the_larger_wins_and_the_loss_is_told() ->
     assert holder.adopt(mine, second.weights) is None
 
 
+def test_a_capture_handed_out_stays_as_it_is_so_that_a_late_result_costs_and_doubles_nothing() -> None:
+    holder = AgreementHolder(b"a", Agreement(BASE, state(0.0), 0))
+    holder.made(1, 1)
+    first = holder.capture(state(1.0))
+    holder.made(1, 1)
+    again = holder.capture(state(2.0))
+    assert first is again is not None
+    one, other = agree(holder.base, [first], b"x"), agree(holder.base, [first], b"y")
+    assert one is not None
+    assert other is not None
+    rebased = holder.adopt(one, state(2.0))
+    assert rebased is not None
+    late = holder.adopt(other, rebased.weights)
+    assert late is not None
+    assert (late.weights["w"].tolist(), late.weight_version, late.lost_steps) == ([2.0], 2, 0)
+
+
 class _Replicas:
     """Holders whose every step adds 1 to a coordinate of its own. Deltas are summed, not averaged, so that each
     coordinate says exactly how often its step counts."""
