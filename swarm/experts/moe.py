@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarm.errors import ConfigError, NonFiniteError, NotEnoughExpertsError, SchemaMismatchError
+from swarm.experts.anomalies import AnswerSizes
 from swarm.experts.beam import Found
+from swarm.experts.capacity import capacity, within_capacity
 from swarm.experts.passes import LayerCall, PendingBackward
-from swarm.experts.remote import HasExperts, RemoteLayer, autocast_off, autocast_to, check_inputs
+from swarm.experts.remote import HasExperts, RemoteLayer, SharedStats, autocast_off, autocast_to, check_inputs
 from swarm.experts.routing import AuxiliaryLoss, Choice, Dispatch, ProductKeyGate, combine, mixture_weights
 
 NAMED_FAILURES = 4
@@ -23,14 +24,23 @@ class MixtureOfExperts(RemoteLayer):
 
     The gate is local and trained by your optimizer; the experts are trained by their hosts, during `backward()`. When
     all hosts answer, outputs and gradients equal those of the same experts in this process. When some do not, the
-    weights are renormalised over those that did.
+    weights are renormalised over those that did. With `k=1` the weight is the gate's probability of the chosen expert,
+    as in Switch Transformers: a softmax over one answer is 1 and would teach the gate nothing.
 
     Args:
         peer: The peer that takes part in the run.
         grid: Name of the expert grid.
         dim: Width of a token; the experts must take and give `[tokens, dim]`-like rows.
         k: Experts per token.
-        k_min: Fewest experts that must answer for every token; with 0 a token without any gets zeros.
+        k_min: Fewest experts that must answer for every token, of those that it was sent to; with 0 a token without any
+            gets zeros.
+        capacity_factor: An expert gets at most this times its even share of a batch (tokens * k / live experts), in
+            training and evaluation; the tokens that the gate wants there least are dropped, which is no failure: they
+            are mixed from their other experts, or are zero without any. None drops nothing.
+        jitter: In training, the gate sees its input times random numbers between 1 - `jitter` and 1 + `jitter`. They
+            come from torch's default generator, so that activation checkpointing repeats them.
+        detect_anomalies: An answer whose largest row is more than this times as large as usual counts as none, and its
+            host is avoided for a while. None accepts any size.
         forward_timeout_s: Cap on the forward pass over all replicas; None is adaptive.
         backward_timeout_s: The same for the backward pass.
         balance_weight: Weight of the load-balancing loss in `aux_loss()`.
@@ -60,6 +70,9 @@ class MixtureOfExperts(RemoteLayer):
         z_weight: float = 1e-3,
         codec: str = "none",
         grad_scaler: torch.amp.GradScaler | None = None,
+        capacity_factor: float | None = None,
+        jitter: float = 0.0,
+        detect_anomalies: float | None = None,
     ) -> None:
         super().__init__(peer, f"MixtureOfExperts({grid})", forward_timeout_s, backward_timeout_s, codec, grad_scaler)
         spec = self._client.directory.grid(grid)
@@ -68,6 +81,12 @@ class MixtureOfExperts(RemoteLayer):
             raise ConfigError(f"k={k} is not between 1 and the {spec.size} experts of {grid!r}.")
         if not 0 <= k_min <= k:
             raise ConfigError(f"k_min={k_min} is not between 0 and k={k}.")
+        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+            raise ConfigError(
+                f"capacity_factor={capacity_factor!r} is not a positive number.", fix="Try 1.25, or None."
+            )
+        if not 0 <= jitter < 1:
+            raise ConfigError(f"jitter={jitter!r} is not between 0 and 1.", fix="Try 0.01.")
         inputs, outputs = self._profile.inputs, self._profile.outputs
         if len(inputs) != 1 or not self._profile.single or len(inputs[0].shape) != 2 or len(outputs[0].shape) != 2:
             raise ConfigError(
@@ -82,6 +101,10 @@ class MixtureOfExperts(RemoteLayer):
         self.k_min = k_min
         self.balance_weight = balance_weight
         self.z_weight = z_weight
+        self.capacity_factor = capacity_factor
+        self.jitter = jitter
+        self._stats = SharedStats(spec.size)
+        self._sizes = None if detect_anomalies is None else AnswerSizes(self._layer, detect_anomalies)
         self.gate = ProductKeyGate(dim, spec.dims or (1,))
         self._uid_at = spec.uid_at
         self._aux = AuxiliaryLoss()
@@ -111,7 +134,7 @@ class MixtureOfExperts(RemoteLayer):
                 return self._result(x, tokens.new_zeros(tokens.shape[0], self._width) + 0.0 * tokens.sum())
             choice, dispatch = self._route(tokens)
             call = self._new_call([self._uid_at(e) for e in dispatch.experts], dispatch.counts)
-            (rows,) = self._remote(call, self._profile.outputs, dispatch.tokens, tokens)
+            (rows,) = self._remote(call, self._profile.outputs, dispatch.sent_tokens, tokens)
             return self._result(x, self._mix(rows, choice, dispatch, call))
 
     async def forward_async(self, x: Tensor) -> tuple[Tensor, PendingBackward]:
@@ -123,7 +146,7 @@ class MixtureOfExperts(RemoteLayer):
         tokens = self._tokens(x)
         choice, dispatch = await self._route_async(tokens)
         call = self._new_call([self._uid_at(e) for e in dispatch.experts], dispatch.counts)
-        (rows,), pending = await self._remote_async(call, self._profile.outputs, dispatch.tokens, tokens)
+        (rows,), pending = await self._remote_async(call, self._profile.outputs, dispatch.sent_tokens, tokens)
         return self._result(x, self._mix(rows, choice, dispatch, call)), pending
 
     def aux_loss(self) -> Tensor:
@@ -161,8 +184,9 @@ class MixtureOfExperts(RemoteLayer):
 
     def _route(self, tokens: Tensor) -> tuple[Choice, Dispatch]:
         if not self._client.directory.is_searched(self.grid):
-            return self._routed(self.gate(tokens, self._live(), self.k))
-        logits = self.gate.logits(tokens)
+            live = self._live()
+            return self._routed(self.gate(self._jittered(tokens), live, self.k), int(live.sum()))
+        logits = self.gate.logits(self._jittered(tokens))
         found = self._client.directory.find(self.grid, logits, self.k)
         if found is None:
             found = self._client.endpoint.run_sync(self._client.directory.search(self.grid, logits, self.k))
@@ -171,12 +195,19 @@ class MixtureOfExperts(RemoteLayer):
     async def _route_async(self, tokens: Tensor) -> tuple[Choice, Dispatch]:
         if not self._client.directory.is_searched(self.grid):
             return self._route(tokens)
-        logits = self.gate.logits(tokens)
+        logits = self.gate.logits(self._jittered(tokens))
         return self._searched(logits, await self._client.directory.search(self.grid, logits, self.k))
 
     def _searched(self, logits: tuple[Tensor, ...], found: Found) -> tuple[Choice, Dispatch]:
         self._check_enough(found.experts.shape[1])
-        return self._routed(self.gate.choice(logits, found.experts, found.live_coordinates))
+        choice = self.gate.choice(logits, found.experts, found.live_coordinates)
+        # nobody knows how many experts of such a grid are live: those that any token wants are what it has
+        return self._routed(choice, len(torch.unique(choice.experts)))
+
+    def _jittered(self, tokens: Tensor) -> Tensor:
+        if not (self.jitter and self.training):
+            return tokens
+        return tokens * torch.empty_like(tokens).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
 
     def _live(self) -> Tensor:
         """Which experts to choose among. [experts] bool"""
@@ -194,7 +225,7 @@ class MixtureOfExperts(RemoteLayer):
                 fix="Start hosts (`swarm join`), or wait for them (`peer.wait_for_experts`).",
             )
 
-    def _routed(self, choice: Choice) -> tuple[Choice, Dispatch]:
+    def _routed(self, choice: Choice, live: int) -> tuple[Choice, Dispatch]:
         if not bool(torch.isfinite(choice.scores.detach()).all()):
             raise NonFiniteError(
                 f"The gate of {self._layer} gives scores that are NaN or infinite.",
@@ -203,13 +234,26 @@ class MixtureOfExperts(RemoteLayer):
         if self.training:
             aux = self.balance_weight * self.gate.balance_loss(choice) + self.z_weight * self.gate.z_loss(choice)
             self._aux.add(aux)
-        return choice, Dispatch.of(choice)
+        if self.capacity_factor is None:
+            return choice, Dispatch.of(choice)
+        limit = capacity(self.capacity_factor, choice.experts.shape[0], self.k, live)
+        wanted = self.gate.log_probabilities(choice)
+        dispatch = Dispatch.of(choice, within_capacity(choice.experts, wanted, limit))
+        self._stats.dropped(dispatch.dropped)
+        return choice, dispatch
 
     def _mix(self, rows: Tensor, choice: Choice, dispatch: Dispatch, call: LayerCall) -> Tensor:
         answered = dispatch.answered_slots(call.answered, choice.scores)
-        fewest = int(answered.sum(-1).min())
-        if fewest < self.k_min:
-            raise self._not_enough(call, int((answered.sum(-1) < self.k_min).sum()), fewest)
+        answers = answered.sum(-1)
+        needed: int | Tensor = self.k_min
+        if dispatch.dropped:
+            sent = dispatch.answered_slots([True] * len(call.calls), choice.scores)
+            needed = sent.sum(-1).clamp(max=self.k_min)
+        short = answers < needed
+        if bool(short.any()):
+            raise self._not_enough(call, int(short.sum()), int(answers[short].min()))
+        if self.k == 1:
+            return combine(rows, self.gate.log_probabilities(choice).exp() * answered, dispatch)
         return combine(rows, mixture_weights(choice.scores, answered), dispatch)
 
     def _not_enough(self, call: LayerCall, tokens: int, fewest: int) -> NotEnoughExpertsError:
@@ -224,7 +268,3 @@ class MixtureOfExperts(RemoteLayer):
 
     def _result(self, x: Tensor, mixed: Tensor) -> Tensor:
         return mixed.reshape(*x.shape[:-1], mixed.shape[-1]).to(x.dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # copies of a module start with no pending losses: they hold graphs, which cannot be copied
-        return {**self.__dict__, "_aux": AuxiliaryLoss()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.errors import NonFiniteError, NotEnoughExpertsError, SchemaMismatchError, UsageError
+from swarm.experts.anomalies import AnswerSizes
 from swarm.experts.calls import CallOptions, LayerSnapshot, LayerStats
 from swarm.experts.client import ExpertClient
 from swarm.experts.passes import LayerCall, PendingBackward, RemoteFunction, RemotePass, gather
@@ -92,6 +93,7 @@ class RemoteLayer(nn.Module):
         self.codec = codec
         self.grad_scaler = grad_scaler
         self._stats = SharedStats()
+        self._sizes: AnswerSizes | None = None
         # not a buffer: it has no value to save, only the flag that makes autograd come back to us
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -111,6 +113,7 @@ class RemoteLayer(nn.Module):
             timeout_s=self.forward_timeout_s,
             codec=self.codec,
             stats=self._stats if stats is None else stats,
+            sizes=self._sizes,
         )
         return LayerCall(self._client, options, uids, counts, self.backward_timeout_s, self.grad_scaler)
 
