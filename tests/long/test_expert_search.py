@@ -1,4 +1,4 @@
-"""2,000 live experts of a 64x64x64 grid, announced by hosts in a DHT and found by beam search. Half a minute of one core."""
+"""2,000 live experts of a 64x64x64 grid, announced in a DHT and found by beam search. Half a minute of one core."""
 
 from __future__ import annotations
 
