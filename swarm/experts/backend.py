@@ -30,6 +30,9 @@ from swarm.experts.transfers import Arriving, HostCopies
 from swarm.identity import PeerId
 from swarm.tensors.schema import is_finite
 
+KEEP_GRAPH_TOKENS = 1024
+"""Requests of so many tokens are not batched in a forward pass."""
+
 
 def replay_seed(request_id: bytes) -> int:
     """Seed of a request's dropout: a function of its id, so that any host can replay the forward pass."""
@@ -228,8 +231,13 @@ class ExpertBackend:
     # ---- forward
 
     def forward(self, jobs: Sequence[ForwardJob]) -> list[ForwardResult | SwarmError]:
-        """Compute jobs of equal `train` and equal trailing sizes as one batch. Results are on the CPU."""
-        one_by_one = len(jobs) > 1 and self.profile.random and jobs[0].train
+        """Compute jobs of equal `train` and equal trailing sizes as one batch. Results are on the CPU.
+
+        Training jobs that are large enough to fill a device are computed one by one, so that each keeps its graph: to
+        batch them would save less than computing them again in the backward pass costs.
+        """
+        large = all(j.keep_graph and tokens_of(j.inputs) >= KEEP_GRAPH_TOKENS for j in jobs)
+        one_by_one = len(jobs) > 1 and jobs[0].train and (self.profile.random or large)
         if len(jobs) > 1 and not one_by_one:
             try:
                 return list(self._forward(jobs))

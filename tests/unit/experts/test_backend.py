@@ -16,6 +16,7 @@ from swarm.errors import (
     StaleRequestError,
 )
 from swarm.experts.backend import (
+    KEEP_GRAPH_TOKENS,
     BackwardJob,
     BackwardResult,
     CompileFailed,
@@ -85,6 +86,23 @@ def test_a_batch_gives_each_request_its_own_rows() -> None:
     for x, result in zip(xs, forward(b, *xs), strict=True):
         torch.testing.assert_close(result.outputs[0], b.module(x))
         assert result.graph is None, "a batch of several keeps no graph"
+
+
+def test_large_requests_of_one_batch_keep_a_graph_each_and_make_one_step() -> None:
+    b, alone = backend(), backend()
+    xs = [torch.randn(KEEP_GRAPH_TOKENS + n, HID) for n in (0, 3)]
+    gs = [torch.randn(x.shape) / x.shape[0] for x in xs]
+    kept = forward(b, *xs)
+    assert all(result.graph is not None for result in kept)
+    results = b.backward([job(x, g, graph=k.graph) for x, g, k in zip(xs, gs, kept, strict=True)])
+    wanted = alone.backward([job(x, g) for x, g in zip(xs, gs, strict=True)])
+    assert b.weight_version == 1
+    for result, want in zip(results, wanted, strict=True):
+        assert isinstance(result, BackwardResult)
+        assert isinstance(want, BackwardResult)
+        torch.testing.assert_close(result.grad_inputs, want.grad_inputs)
+    torch.testing.assert_close(weights(b), weights(alone))
+    assert all(r.graph is None for r in forward(b, *xs, train=False, keep=False))
 
 
 def test_a_kept_graph_and_a_recomputed_one_agree_and_a_stale_graph_is_not_used() -> None:
