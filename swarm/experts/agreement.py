@@ -11,7 +11,7 @@ adopts it, however late and from whomever, knows what to add of its own:
 A capture that has been handed out stays as it is until an agreement has decided about it, so that a second coordinator
 gets the same one: two results cannot hold different parts of one delta. So no step is lost, and none counts twice, as
 long as the agreements follow one another. Of two on one base (coordinators that could not see each other) the larger id
-wins, and a holder whose capture is in the other one alone is told how many steps that costs.
+wins, which holds more steps, and a holder whose capture is in the other one alone is told how many that costs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,20 @@ from swarm.tensors.schema import is_finite
 
 State = Mapping[str, Tensor]
 
+MAX_CONTAINED = 128
+"""Holders whose last capture an agreement remembers; those that have given none for longest are forgotten."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class AgreementId:
-    """Which agreement: rising by one on its base; `coordinator` (a peer's digest) tells two on one base apart."""
+    """Which agreement, in an order that all holders share: of two on one base the one that holds more steps is newer.
 
-    epoch: int = 0
+    Attributes:
+        steps: Steps from the initial weights that are in it.
+        coordinator: Who made it (a peer's digest, or random bytes): tells two with as many steps apart.
+    """
+
+    steps: int = 0
     coordinator: bytes = b""
 
 
@@ -119,12 +127,11 @@ def agree(base: Agreement, captures: Sequence[Capture], coordinator: bytes) -> A
         raise SchemaMismatchError("A replica has given two captures.")
     if not any(c.steps for c in captures):
         return None
-    return Agreement(
-        AgreementId(base.id.epoch + 1, coordinator),
-        merged_weights(base.weights, captures),
-        base.weight_version + sum(c.steps for c in captures),
-        {**base.contained, **{c.holder: c.number for c in captures}},
-    )
+    version = base.weight_version + sum(c.steps for c in captures)
+    taken = {c.holder: c.number for c in captures}
+    contained = {**{h: n for h, n in base.contained.items() if h not in taken}, **taken}
+    latest = dict(list(contained.items())[-MAX_CONTAINED:])
+    return Agreement(AgreementId(version, coordinator), merged_weights(base.weights, captures), version, latest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +212,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _moved(new: Tensor, now: Tensor, start: Tensor) -> Tensor:
-    """`new + (now - start)`; exactly `new` where nothing has been added."""
+    """`new + (now - start)`; exactly `new` where nothing has been added, exactly `now` where nobody else has."""
+    if torch.equal(new, start):
+        return now.clone()
     if not new.is_floating_point():
         return torch.maximum(new, now)
     if torch.equal(now, start):

@@ -149,7 +149,6 @@ class ExpertBackend:
     Attributes:
         stepper: Its optimizer, and how far it has come.
         applied_requests: Requests whose gradients this replica has applied.
-        own_steps: Steps that only this replica has: since it was created, copied another, or was last captured.
         notices: Events of the device's thread, for the event loop to emit.
 
     Raises:
@@ -172,7 +171,6 @@ class ExpertBackend:
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.stepper = ExpertOptimizer(grid, uid, self.parameters)
         self.applied_requests = 0
-        self.own_steps = 0
         self.notices: deque[Event] = deque(maxlen=64)
         self._options = options
         self._applied = AppliedIds()
@@ -359,11 +357,7 @@ class ExpertBackend:
 
     def flush(self) -> bool:
         """Make a step of the gradients collected so far, if there are any. Raises `SwarmError`; they are lost then."""
-        before = self.weight_version
-        try:
-            return self.stepper.flush()
-        finally:
-            self.own_steps += self.weight_version - before
+        return self.stepper.flush()
 
     def _limited(self, gradient: Gradient, jobs: Sequence[BackwardJob]) -> tuple[Gradient, float]:
         """The gradient that jobs of one trainer have led to, and what it was multiplied by to keep it within limits."""
@@ -375,13 +369,10 @@ class ExpertBackend:
 
     def _take_over(self, gradient: Gradient, jobs: Sequence[BackwardJob]) -> SwarmError | None:
         """Give the optimizer a gradient that it owes to these jobs. Returns why it could not be applied, if so."""
-        before = self.weight_version
         try:
             self.stepper.add(gradient, sum(tokens_of(j.inputs) for j in jobs), sum(not j.defer for j in jobs))
         except SwarmError as error:
             return error
-        finally:
-            self.own_steps += self.weight_version - before
         return None
 
     def _refusal(self, job: BackwardJob) -> SwarmError | None:

@@ -30,15 +30,14 @@ from swarm.experts.happenings import (
     HandOverIncomplete,
 )
 from swarm.experts.keeping import ExpertKeeper
-from swarm.experts.overview import donors_of
 from swarm.experts.placement import Drop, Placement, Take
 from swarm.experts.records import HostRecord
 from swarm.experts.registry import check_grid
-from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSynced
 from swarm.experts.serving import ExpertServer, ServingStats, compute, prepare
 from swarm.experts.spec import ExpertGrid, parse_uid
 from swarm.experts.spread import Spread
 from swarm.experts.statistics import ExpertUse, Statistics
+from swarm.experts.syncing import ReplicaExchange
 from swarm.experts.workers import DeviceWorker, InlineWorker, Worker
 from swarm.runtime import TaskFailed
 from swarm.state.transfer import SnapshotStore
@@ -266,6 +265,7 @@ class ExpertHost:
         found = await self._announcer.look()
         self._view = found if found is not None else self._view
         self._keeper.observe(self._view)
+        self._replicas.observe(self._view)
         return found is not None
 
     # ---- placement
@@ -287,6 +287,7 @@ class ExpertHost:
         self._taking = {action.uid: 1 for action in actions if isinstance(action, Take)}
         if self._taking:
             self._changed.set()
+        self._server.retiring &= {action.uid for action in actions if isinstance(action, Drop)}
         for action in actions:
             if isinstance(action, Take):
                 await self._take(action)
@@ -312,6 +313,8 @@ class ExpertHost:
         except RuntimeError as error:  # out of memory, mostly
             self._runtime.emit(ExpertNotTaken(take.uid, f"{type(error).__name__}: {str(error)[:200]}"))
             return
+        if self._grids[name].replicas > 1:
+            await self._replicas.track(backend)
         self._experts[take.uid] = backend
         self._changed.set()
         self._runtime.emit(ExpertTaken(take.uid, backend.weight_version, source))
@@ -322,14 +325,19 @@ class ExpertHost:
         if backend is None:
             return
         await self._flush(backend)
-        own = backend.weight_version
+        self._server.retiring.add(drop.uid)
+        if await self._replicas.unsynced(backend):
+            await self._synchronise()
+            return  # until the others have our steps
+        own = await self._replicas.base_version(backend)
         try:
-            versions = [await self._replicas.version_at(host, drop.uid, have=1 << 62) for host in drop.others]
+            versions = [await self._replicas.version_at(host, drop.uid, have=1 << 61) for host in drop.others]
         except SwarmError:
             return  # the record of a holder was wrong; the next tick sees it
-        if max(versions) < own:
+        if max(versions) < own or await self._replicas.unsynced(backend):
             return
         del self._experts[drop.uid]
+        self._server.retiring.discard(drop.uid)
         self._server.cache.drop_expert(drop.uid)
         self._statistics.forget(drop.uid)
         self._replicas.forget(drop.uid)
@@ -347,44 +355,30 @@ class ExpertHost:
     # ---- replicas
 
     async def _synchronise(self) -> None:
-        """Copy every expert of which another holder has a newer version."""
+        """Bring the replicas of every held expert into agreement with those of the other holders."""
         async with self._synchronising:
-            await self._copy_newer()
-
-    async def _copy_newer(self) -> None:
-        self._replicas.sweep()
-        for uid, backend in sorted(self._experts.items()):
-            own, lost = backend.weight_version, backend.own_steps
-            donors = [host for host in donors_of(uid, self._view) if host.experts[uid] > own]
-            if not donors:
-                continue
-            try:
-                donor = await self._replicas.copy(backend, donors, own)
-            except SwarmError:
-                continue  # each donor's failure is an event already
-            if donor is not None:
+            for uid in await self._replicas.synchronise(leaving=self._leaving):
                 self._server.cache.drop_graphs(uid)
                 self._changed.set()
-                version = backend.weight_version
-                self._runtime.emit(ReplicaSynced(uid, str(donor.peer_id), own, version, lost))
 
     # ---- leaving
 
     async def _hand_over(self) -> None:
-        """Go on serving until other hosts hold our experts at our versions, nobody could, or patience ends."""
+        """Go on serving until other hosts hold our experts and our steps, nobody could, or patience ends."""
         self._leaving = True
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._announce()
                 while await self._look():
-                    waiting = self._not_handed_over()
+                    waiting = await self._not_handed_over()
                     if not waiting or not self._anybody_could(waiting):
                         break
+                    await self._synchronise()
                     await asyncio.sleep(self._config.placement_s / 2)
                     await self._announce()
         except TimeoutError:
             pass
-        left = self._not_handed_over()
+        left = await self._not_handed_over()
         if left:
             reason = "nobody else hosts experts" if not self._others() else "no other host took them in time"
             self._runtime.emit(HandOverIncomplete(tuple(left[:8]), len(left), reason))
@@ -392,13 +386,17 @@ class ExpertHost:
     def _others(self) -> list[HostRecord]:
         return [host for host in self._view if not host.leaving and host.capacity > 0]
 
-    def _not_handed_over(self) -> list[str]:
-        others = self._others()
-        return [
-            uid
-            for uid, version in self.held.items()
-            if not any(host.experts.get(uid, NEVER) >= version for host in others)
-        ]
+    async def _not_handed_over(self) -> list[str]:
+        """Experts that no other host holds, or of which it lacks steps of ours. New work for the others is refused."""
+        others, left = self._others(), []
+        for uid, backend in sorted(self._experts.items()):
+            versions = [host.experts[uid] for host in others if uid in host.experts]
+            if versions:
+                self._server.retiring.add(uid)
+            behind = max(versions, default=-1) < await self._replicas.base_version(backend)
+            if behind or await self._replicas.unsynced(backend):
+                left.append(uid)
+        return left
 
     def _anybody_could(self, uids: list[str]) -> bool:
         """Whether some host holds, or has room for, one of these."""

@@ -21,8 +21,9 @@ from swarm.experts.checkpoints import ExpertCheckpoints
 from swarm.experts.overview import keepers_of
 from swarm.experts.protocol import CALLERS
 from swarm.experts.records import HostRecord
-from swarm.experts.replicas import NEVER, ReplicaExchange, capture, restore
+from swarm.experts.replicas import capture
 from swarm.experts.spec import parse_uid
+from swarm.experts.syncing import NEVER, ReplicaExchange
 from swarm.experts.workers import Worker
 from swarm.net.transport import CallContext, Contact, UnaryMethod
 from swarm.state.transfer import Snapshot, SnapshotStore, fetch_snapshot
@@ -171,7 +172,7 @@ class ExpertKeeper:
             if backend is None or backend.weight_version <= max(0, self._saved.get(uid, 0)):
                 continue
             try:
-                snapshot = await self._worker.call(partial(_captured, backend))
+                snapshot = await self._worker.call(partial(capture, backend))
                 async with self._disk:
                     await self._runtime.offload(self._checkpoints.save, snapshot, frozenset(self._experts))
             except SwarmError as error:
@@ -257,7 +258,7 @@ class ExpertKeeper:
             name = "disk" if source is None else str(source.peer_id)
             try:
                 snapshot = await self._load(uid) if source is None else await self._fetch(backend, source, have)
-                await self._worker.call(partial(restore, backend, snapshot))
+                await self._replicas.start_from(backend, snapshot)
             except SwarmError as error:
                 self._runtime.emit(ExpertNotRestored(uid, name, error.message))
                 continue
@@ -336,11 +337,3 @@ class ExpertKeeper:
         for uid, asked_s in list(self._offered.items()):
             if now_s - asked_s > _KEEP_OFFERS_S:
                 self._withdraw(uid)
-
-
-def _captured(backend: ExpertBackend) -> Snapshot:
-    own_steps = backend.own_steps
-    snapshot = capture(backend)
-    # a checkpoint is for nobody else: what others have not seen yet stays counted
-    backend.own_steps = own_steps
-    return snapshot

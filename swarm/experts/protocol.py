@@ -42,7 +42,9 @@ CALL: UnaryMethod[bytes, bytes] = UnaryMethod(
 CALL_STREAM = StreamMethod("/swarm.pb.Experts/CallStream", roles=CALLERS)
 """The same frames as streams, of any size up to `MAX_CALL_PAYLOAD_BYTES`."""
 OFFER: UnaryMethod[bytes, bytes] = UnaryMethod("/swarm.pb.Experts/Offer", bytes, bytes, roles=CALLERS)
-"""Ask a holder to publish its newest state of an expert as a snapshot; see `swarm.experts.replicas`."""
+"""Ask a holder to publish the newest agreement about an expert as a snapshot; see `swarm.experts.syncing`."""
+CAPTURE: UnaryMethod[bytes, bytes] = UnaryMethod("/swarm.pb.Experts/Capture", bytes, bytes, roles=CALLERS)
+"""Ask a holder to publish what it has done since the last agreement as a snapshot."""
 
 Pass = Literal["forward", "backward"]
 T = TypeVar("T")

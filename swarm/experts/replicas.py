@@ -1,41 +1,30 @@
-"""Replicas of an expert: its state as a snapshot, offered to other hosts on request and copied from them.
+"""The state of an expert's replica as a snapshot: what other hosts copy or merge, and what goes to disk.
 
-The holder with the highest `weight_version` is right; the others copy it, all of it: weights, optimizer state, version.
-A snapshot is made when somebody asks for it (`OFFER`), not in advance, so that experts nobody copies cost nothing.
+A snapshot holds the weights of an agreement (`swarm.experts.agreement`) with which replicas start or go on, the
+optimizer's state, and which agreement that is. What strangers gave is checked completely before anything changes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, no_grad
 
-from swarm.endpoint import Endpoint
-from swarm.errors import (
-    MalformedFrameError,
-    NoDonorError,
-    SchemaMismatchError,
-    SwarmError,
-    UnknownExpertError,
-)
-from swarm.events import Event
+from swarm.errors import SchemaMismatchError
+from swarm.experts.agreement import MAX_CONTAINED, Agreement, AgreementId, Capture, State
 from swarm.experts.backend import ExpertBackend
-from swarm.experts.protocol import OFFER
-from swarm.experts.records import HostRecord, snapshot_key
-from swarm.experts.spec import parse_uid
-from swarm.experts.workers import Worker
-from swarm.net.transport import CallContext, Contact
-from swarm.state.transfer import Snapshot, SnapshotStore, fetch_snapshot
+from swarm.state.transfer import Snapshot
 from swarm.tensors.schema import check_finite
-from swarm.tensors.wire import Limits, from_frame, to_frame
 
-NEVER = -1
-"""The `have` of a host that has no version of the expert yet."""
+OptimizerState = dict[int, dict[str, Any]]
+"""What an optimizer keeps, by the parameter's position: tensors and numbers."""
+MAX_STEPS = 1 << 62
+_MAX_DIGEST_BYTES = 32
 _OPTIMIZER_NAME = re.compile(r"optimizer\.(0|[1-9][0-9]{0,5})\.([a-z_][a-z0-9_]{0,40})")
 _NEVER_NEGATIVE = frozenset(
     (
@@ -43,35 +32,41 @@ _NEVER_NEGATIVE = frozenset(
         *("row_var", "col_var", "variance", "eta", "mu", "step_size"),
     )
 )
-_FRAME_LIMITS = Limits(max_header_bytes=4096, max_tensors=0, max_payload_bytes=0)
-_KEEP_OFFERS_S = 60.0
-_SLOWEST_BYTES_S = 256 * 1024
-_TRANSFER_FLOOR_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSynced(Event):
-    """This host's replica was behind and is now a copy of `donor`'s; `lost_steps` of its own were replaced."""
+class ReplicaState:
+    """A snapshot that has been found to hold the state of an expert."""
 
-    uid: str
-    donor: str
-    from_version: int
-    to_version: int
-    lost_steps: int
+    agreement: Agreement
+    optimizer: OptimizerState
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSyncFailed(Event):
-    """A holder could not be copied from; another is tried, or this one again later."""
+def capture(backend: ExpertBackend, base: Agreement | None = None) -> Snapshot:
+    """The state of an expert, copied. Runs on the device's thread.
 
-    uid: str
-    donor: str
-    reason: str
+    Args:
+        base: Take the weights of this agreement; by default the live ones, as an agreement of their own.
+    """
+    if base is None:
+        version = backend.weight_version
+        base = Agreement(AgreementId(version, secrets.token_bytes(_MAX_DIGEST_BYTES)), model_state(backend), version)
+    metadata = {
+        "weight_version": base.weight_version,
+        "agreement": id_to_json(base.id),
+        "contained": [[holder.hex(), number] for holder, number in base.contained.items()],
+    }
+    return _snapshot(backend, base.weights, metadata)
 
 
-def capture(backend: ExpertBackend) -> Snapshot:
-    """The expert's state at this moment, copied. Runs on the device's thread."""
-    tensors = {f"model.{name}": t for name, t in _model_state(backend).items()}
+def captured(backend: ExpertBackend, own: Capture) -> Snapshot:
+    """What a holder hands to a coordinator. Runs on the device's thread."""
+    counts = {"number": own.number, "samples": own.samples, "steps": own.steps}
+    return _snapshot(backend, own.weights, {"agreement": id_to_json(own.base), **counts})
+
+
+def _snapshot(backend: ExpertBackend, weights: State, metadata: dict[str, Any]) -> Snapshot:
+    tensors = {f"model.{name}": t for name, t in weights.items()}
     scalars: dict[str, dict[str, float | int | bool]] = {}
     for index, state in backend.stepper.state().items():
         for name, value in state.items():
@@ -79,17 +74,58 @@ def capture(backend: ExpertBackend) -> Snapshot:
                 tensors[f"optimizer.{index}.{name}"] = value
             elif isinstance(value, bool | int | float):
                 scalars.setdefault(str(index), {})[name] = value
-    metadata = {"uid": backend.uid, "weight_version": backend.weight_version, "scalars": scalars}
-    snapshot = Snapshot.build(tensors, metadata)
-    backend.own_steps = 0
-    return snapshot
+    return Snapshot.build(tensors, {"uid": backend.uid, "scalars": scalars, **metadata})
 
 
-def _model_state(backend: ExpertBackend) -> dict[str, Tensor]:
-    return {name: t for name, t in backend.module.state_dict().items() if isinstance(t, Tensor)}
+def id_to_json(id_: AgreementId) -> list[Any]:
+    """An agreement's id as it travels."""
+    return [id_.steps, id_.coordinator.hex()]
 
 
-def restore(backend: ExpertBackend, snapshot: Snapshot) -> None:
+def id_from_json(value: Any) -> AgreementId:
+    """Read what `id_to_json` wrote. Raises `SchemaMismatchError`."""
+    if isinstance(value, list) and len(value) == 2 and is_count(value[0]):
+        return AgreementId(value[0], _digest(value[1]))
+    raise SchemaMismatchError("This is not the id of an agreement.")
+
+
+def is_count(value: object, most: int = MAX_STEPS) -> TypeGuard[int]:
+    """Whether a stranger's value is a whole number from 0 to `most`."""
+    return type(value) is int and 0 <= value < most
+
+
+def _digest(value: Any) -> bytes:
+    if isinstance(value, str) and len(value) <= 2 * _MAX_DIGEST_BYTES and re.fullmatch("(?:[0-9a-f]{2})*", value):
+        return bytes.fromhex(value)
+    raise SchemaMismatchError("This is not a peer's digest.")
+
+
+def model_state(backend: ExpertBackend) -> dict[str, Tensor]:
+    """The live weights and buffers, not copied."""
+    return {name: t.detach() for name, t in backend.module.state_dict().items() if isinstance(t, Tensor)}
+
+
+def host_state(backend: ExpertBackend) -> dict[str, Tensor]:
+    """A copy of the weights and buffers on the CPU. Runs on the device's thread."""
+    return {name: t.to("cpu", copy=True) for name, t in model_state(backend).items()}
+
+
+def host_optimizer(backend: ExpertBackend) -> OptimizerState:
+    """A copy of the optimizer's state on the CPU. Runs on the device's thread."""
+    return {
+        index: {name: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for name, v in values.items()}
+        for index, values in backend.stepper.state().items()
+    }
+
+
+def write_weights(backend: ExpertBackend, weights: State) -> None:
+    """Replace the weights and buffers, in place. Runs on the device's thread."""
+    with no_grad():
+        for name, tensor in model_state(backend).items():
+            tensor.copy_(weights[name])
+
+
+def restore(backend: ExpertBackend, snapshot: Snapshot) -> ReplicaState:
     """Make the expert a copy of a snapshot that another host gave. Runs on the device's thread.
 
     Everything is checked before anything changes.
@@ -98,10 +134,45 @@ def restore(backend: ExpertBackend, snapshot: Snapshot) -> None:
         SchemaMismatchError: It belongs to another expert or class.
         NonFiniteError: It holds NaN or infinity.
     """
-    version, scalars = snapshot.metadata.get("weight_version"), snapshot.metadata.get("scalars", {})
-    if snapshot.metadata.get("uid") != backend.uid or type(version) is not int or not 0 <= version < 1 << 62:
+    state = checked(backend, snapshot)
+    write_weights(backend, state.agreement.weights)
+    backend.stepper.set_state(state.optimizer)
+    backend.weight_version = state.agreement.weight_version
+    return state
+
+
+def checked(backend: ExpertBackend, snapshot: Snapshot) -> ReplicaState:
+    """What a snapshot that another host gave holds. Raises as `restore`."""
+    weights, optimizer = _content(backend, snapshot)
+    metadata = snapshot.metadata
+    version, contained = metadata.get("weight_version"), metadata.get("contained", [])
+    if not is_count(version) or not isinstance(contained, list) or len(contained) > MAX_CONTAINED:
         raise SchemaMismatchError(f"The snapshot does not hold the state of {backend.uid}.")
-    model = _model_state(backend)
+    holders: dict[bytes, int] = {}
+    for line in contained:
+        if not isinstance(line, list) or len(line) != 2 or not is_count(line[1]):
+            raise SchemaMismatchError(f"The snapshot of {backend.uid} holds a malformed agreement.")
+        holders[_digest(line[0])] = line[1]
+    id_ = id_from_json(metadata.get("agreement"))
+    if id_.steps != version:
+        raise SchemaMismatchError(f"The snapshot of {backend.uid} holds a malformed agreement.")
+    return ReplicaState(Agreement(id_, weights, version, holders), optimizer)
+
+
+def checked_capture(backend: ExpertBackend, snapshot: Snapshot, holder: bytes) -> tuple[Capture, OptimizerState]:
+    """What a holder's capture holds. Raises as `restore`."""
+    weights, optimizer = _content(backend, snapshot)
+    number, samples, steps = (snapshot.metadata.get(name) for name in ("number", "samples", "steps"))
+    if not (is_count(number) and is_count(samples) and is_count(steps)):
+        raise SchemaMismatchError(f"The snapshot of {backend.uid} holds a malformed capture.")
+    return Capture(holder, number, id_from_json(snapshot.metadata.get("agreement")), samples, steps, weights), optimizer
+
+
+def _content(backend: ExpertBackend, snapshot: Snapshot) -> tuple[State, OptimizerState]:
+    scalars = snapshot.metadata.get("scalars", {})
+    if snapshot.metadata.get("uid") != backend.uid:
+        raise SchemaMismatchError(f"The snapshot does not hold the state of {backend.uid}.")
+    model = model_state(backend)
     given = {name.removeprefix("model."): t for name, t in snapshot.tensors.items() if name.startswith("model.")}
     if list(given) != list(model) or any(
         given[n].shape != t.shape or given[n].dtype != t.dtype for n, t in model.items()
@@ -109,19 +180,42 @@ def restore(backend: ExpertBackend, snapshot: Snapshot) -> None:
         raise SchemaMismatchError(f"The snapshot of {backend.uid} holds other tensors than its class.")
     for name, tensor in snapshot.tensors.items():
         check_finite(tensor, f"{name} of {backend.uid}")
-    optimizer_state = _optimizer_state(backend, snapshot.tensors, scalars)
-    with no_grad():
-        for name, tensor in model.items():
-            tensor.copy_(given[name])
-    backend.stepper.set_state(optimizer_state)
-    backend.weight_version = version
-    backend.own_steps = 0
+    return given, _optimizer_state(backend, snapshot.tensors, scalars)
 
 
-def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scalars: Any) -> dict[int, dict[str, Any]]:
+def merged_optimizer(states: Sequence[tuple[int, OptimizerState]]) -> OptimizerState:
+    """Optimizer states weighted by samples: moments averaged in fp32, `step` and whole numbers their maximum.
+
+    A lone contributor's is taken as it is. What one state lacks is averaged over those that have it.
+    """
+    working = [(samples, state) for samples, state in states if samples > 0]
+    if len(working) == 1:
+        return working[0][1]
+    merged: OptimizerState = {}
+    for index in sorted({i for _, state in working for i in state}):
+        having = [(n, state[index]) for n, state in working if index in state]
+        merged[index] = {name: _merged_value(name, [(n, v[name]) for n, v in having]) for name in having[0][1]}
+    return merged
+
+
+def _merged_value(name: str, values: Sequence[tuple[int, Any]]) -> Any:
+    first = values[0][1]
+    if not isinstance(first, Tensor):
+        return max(value for _, value in values)
+    if name == "step" or not first.is_floating_point():
+        return torch.stack([value.to(first.device) for _, value in values]).amax(0)
+    total = sum(n for n, _ in values)
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    mean = torch.zeros(first.shape, dtype=wide, device=first.device)
+    for n, value in values:
+        mean.add_(value.to(mean.device, wide), alpha=n / total)
+    return mean.to(first.dtype)
+
+
+def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scalars: Any) -> OptimizerState:
     """A stranger's optimizer state by parameter; complete and of the sizes that our own optimizer will look for."""
     expected = backend.stepper.expected_state()
-    state: dict[int, dict[str, Any]] = {}
+    state: OptimizerState = {}
     for name, tensor in tensors.items():
         match = _OPTIMIZER_NAME.fullmatch(name)
         if match is None:
@@ -153,123 +247,3 @@ def _optimizer_state(backend: ExpertBackend, tensors: Mapping[str, Tensor], scal
     if any(values.keys() != wanted[index] for index, values in state.items()):
         raise SchemaMismatchError(f"The snapshot of {backend.uid} holds incomplete optimizer state.")
     return state
-
-
-@dataclass(slots=True)
-class _Offer:
-    weight_version: int
-    made_s: float
-    asked_s: float
-
-
-class ReplicaExchange:
-    """Offers the states of the held experts to other hosts, and copies states from them.
-
-    Args:
-        experts: The held experts; the host changes it.
-        refresh_s: A snapshot younger than this is offered again although the weights have moved on.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        store: SnapshotStore,
-        worker: Worker,
-        experts: Mapping[str, ExpertBackend],
-        refresh_s: float,
-    ) -> None:
-        self._endpoint = endpoint
-        self._runtime = endpoint.runtime
-        self._store = store
-        self._worker = worker
-        self._experts = experts
-        self._refresh_s = refresh_s
-        self._offers: dict[str, _Offer] = {}
-        self._making: dict[str, asyncio.Lock] = {}
-        endpoint.transport.serve(OFFER, self._offer)
-
-    async def _offer(self, context: CallContext, data: bytes) -> bytes:
-        meta, _ = from_frame(data, _FRAME_LIMITS)
-        uid, have = meta.get("uid"), meta.get("have")
-        if not isinstance(uid, str) or type(have) is not int:
-            raise MalformedFrameError("An offer request needs a uid and a version.")
-        parse_uid(uid)
-        backend = self._experts.get(uid)
-        if backend is None:
-            raise UnknownExpertError(f"This host does not hold {uid}.")
-        if backend.weight_version > have:
-            async with self._making.setdefault(uid, asyncio.Lock()):
-                await self._publish(backend, have)
-        return to_frame({"uid": uid, "weight_version": backend.weight_version}, [])
-
-    async def _publish(self, backend: ExpertBackend, have: int) -> None:
-        now_s = self._runtime.clock.time()
-        offer = self._offers.get(backend.uid)
-        if offer is not None and offer.weight_version > have:
-            offer.asked_s = now_s
-            if offer.weight_version == backend.weight_version or now_s - offer.made_s < self._refresh_s:
-                return
-        snapshot = await self._worker.call(lambda: capture(backend))
-        self._store.publish(snapshot_key(backend.uid), snapshot)
-        self._offers[backend.uid] = _Offer(snapshot.metadata["weight_version"], now_s, now_s)
-
-    def sweep(self) -> None:
-        """Withdraw snapshots that nobody has asked for lately, and those of experts given up."""
-        now_s = self._runtime.clock.time()
-        for uid, offer in list(self._offers.items()):
-            if uid not in self._experts or now_s - offer.asked_s > _KEEP_OFFERS_S:
-                self.forget(uid)
-
-    def forget(self, uid: str) -> None:
-        """Stop offering an expert."""
-        self._making.pop(uid, None)
-        if self._offers.pop(uid, None) is not None:
-            self._store.withdraw(snapshot_key(uid))
-
-    async def version_at(self, host: HostRecord, uid: str, have: int) -> int:
-        """The version that a host holds; it publishes its state if that is newer than `have`.
-
-        Raises:
-            UnknownExpertError: It does not hold the expert. NetworkError: It could not be asked.
-        """
-        contact = Contact(host.peer_id, host.addresses)
-        data = await self._endpoint.transport.call(contact, OFFER, to_frame({"uid": uid, "have": have}, []))
-        meta, _ = from_frame(data, _FRAME_LIMITS)
-        version = meta.get("weight_version")
-        if type(version) is not int or version < 0:
-            raise MalformedFrameError("The answer to an offer request names no version.")
-        return version
-
-    async def copy(self, backend: ExpertBackend, donors: Sequence[HostRecord], have: int) -> HostRecord | None:
-        """Copy the state of the first donor that can give one newer than `have`; none if no donor is ahead.
-
-        Raises:
-            NoDonorError: Every donor failed (each failure is an event).
-        """
-        failed = ""
-        for donor in donors:
-            try:
-                if await self.version_at(donor, backend.uid, have) <= have:
-                    continue
-                snapshot = await self._fetch(backend, donor)
-                await self._worker.call(partial(restore, backend, snapshot))
-            except SwarmError as error:
-                failed = error.message
-                self._runtime.emit(ReplicaSyncFailed(backend.uid, str(donor.peer_id), failed))
-                continue
-            return donor
-        if failed:
-            raise NoDonorError(f"No holder of {backend.uid} could give its state: {failed}", fix="It is tried again.")
-        return None
-
-    async def _fetch(self, backend: ExpertBackend, donor: HostRecord) -> Snapshot:
-        # the optimizers at hand hold up to three values per parameter besides it
-        nbytes = 5 * backend.profile.parameter_bytes + (1 << 20)
-        limits = Limits(max_header_bytes=4 << 20, max_tensors=65536, max_payload_bytes=nbytes)
-        return await fetch_snapshot(
-            self._endpoint,
-            Contact(donor.peer_id, donor.addresses),
-            snapshot_key(backend.uid),
-            limits=limits,
-            timeout_s=_TRANSFER_FLOOR_S + nbytes / _SLOWEST_BYTES_S,
-        )

@@ -182,6 +182,8 @@ class ExpertServer:
         self.cache = ForwardCache(cache_bytes)
         self.inflight = InflightBudget(max_inflight_bytes)
         self.stats = ServingStats()
+        self.retiring: set[str] = set()
+        """Experts that other hosts hold and this one is about to give up: they get no new forward passes here."""
         self.limited_by_peer: dict[PeerId, int] = {}
         endpoint.transport.serve(CALL, self._call)
         endpoint.transport.serve_stream(CALL_STREAM, self._call_stream)
@@ -250,7 +252,7 @@ class ExpertServer:
     def _admit(self, peer_id: PeerId, request: CallRequest, part: PartRequest, tensors: list[Tensor]) -> Work:
         """Check a part and queue it. Raises the part's error."""
         backend = self._experts.get(part.uid)
-        if backend is None:
+        if backend is None or (part.uid in self.retiring and request.direction == "forward"):
             raise UnknownExpertError(f"This host does not hold {part.uid}.", fix="Refresh the directory of experts.")
         if request.direction == "forward":
             job, tensors = self._forward_job(request, part, backend, tensors)

@@ -30,7 +30,7 @@ from swarm.experts.happenings import ExpertDropped, ExpertTaken, GradientsLost, 
 from swarm.experts.host import ExpertHost
 from swarm.experts.protocol import CALL, CALL_STREAM, CallRequest, CallResponse, PartRequest, RequestIds
 from swarm.experts.registry import build_expert
-from swarm.experts.replicas import ReplicaSynced
+from swarm.experts.syncing import ReplicaSynced
 from swarm.experts.serving import PartFailed
 from swarm.experts.spec import ExpertGrid, OptimizerSpec, TensorSpec, expert
 from swarm.net.transport import Contact

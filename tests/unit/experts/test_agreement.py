@@ -88,7 +88,7 @@ def test_of_two_agreements_on_one_base_the_larger_wins_and_the_loss_is_told() ->
     first = holder.adopt(mine, now)
     assert first is not None
     assert (first.lost_steps, first.own_steps) == (0, 0)
-    theirs = Agreement(AgreementId(1, b"b"), state(9.0), 5, {b"b": 1})
+    theirs = Agreement(AgreementId(5, b"b"), state(9.0), 5, {b"b": 1})
     second = holder.adopt(theirs, first.weights)
     assert second is not None
     assert second.lost_steps == 2

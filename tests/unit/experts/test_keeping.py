@@ -67,6 +67,8 @@ def train(host: ExpertHost, steps: int, uid: str = UID) -> None:
         for parameter in backend.parameters:
             parameter.add_(steps)
     backend.weight_version += steps
+    backend.stepper.made += steps
+    backend.stepper.samples += steps
 
 
 def weights(host: ExpertHost, uid: str = UID) -> list[float]:

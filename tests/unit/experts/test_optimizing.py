@@ -242,14 +242,14 @@ def test_what_is_collected_is_applied_by_one_replica_only() -> None:
     [result] = one.backward([job(x, g)])
     assert isinstance(result, BackwardResult)
     assert result.applied, "the gradient is in the accumulator"
-    assert (one.weight_version, one.applied_requests, one.own_steps) == (0, 1, 0)
+    assert (one.weight_version, one.applied_requests, one.stepper.made) == (0, 1, 0)
     restore(two, capture(one))
     assert two.stepper.pending_tokens == 0
     restore(one, capture(two))
     assert one.stepper.pending_tokens == 3, "a copy of another's weights leaves it alone"
     before = [p.detach().clone() for p in one.parameters]
     one.backward([job(x, g)])
-    assert (one.weight_version, one.own_steps) == (1, 1)
+    assert (one.weight_version, one.stepper.made) == (1, 1)
     once = ExpertBackend(grid(OptimizerSpec("sgd", lr=1.0)), "a.0", RUN)
     once.backward([job(x, g)])
     for p, q in zip(one.parameters, once.parameters, strict=True):

@@ -13,7 +13,7 @@ from swarm.experts.backend import BackwardJob, ExpertBackend
 from swarm.experts.batching import Batcher
 from swarm.experts.protocol import OFFER
 from swarm.experts.records import HostRecord, snapshot_key
-from swarm.experts.replicas import NEVER, ReplicaExchange, ReplicaSyncFailed
+from swarm.experts.syncing import NEVER, ReplicaExchange, ReplicaSyncFailed
 from swarm.experts.serving import compute
 from swarm.experts.spec import ExpertGrid, OptimizerSpec
 from swarm.experts.workers import InlineWorker
