@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from swarm.endpoint import Endpoint
 from swarm.errors import MalformedFrameError, NoDonorError, SwarmError, UnknownExpertError
 from swarm.events import Event
-from swarm.experts.agreement import Agreement, AgreementHolder, AgreementId, Capture, agree
+from swarm.experts.agreement import Agreement, AgreementId, Capture, agree
 from swarm.experts.backend import ExpertBackend
 from swarm.experts.protocol import CAPTURE, OFFER
 from swarm.experts.records import HostRecord, rendezvous_order, snapshot_key
@@ -37,9 +35,9 @@ from swarm.experts.replicas import (
     is_count,
     merged_optimizer,
     restore,
-    write_weights,
 )
 from swarm.experts.spec import parse_uid
+from swarm.experts.tracking import Held, HeldReplicas
 from swarm.experts.workers import Worker
 from swarm.net.transport import CallContext, Contact
 from swarm.state.transfer import Snapshot, SnapshotStore, fetch_snapshot
@@ -86,16 +84,6 @@ class ReplicaSyncFailed(Event):
     reason: str
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A replica with its part in the agreements; `made` and `samples` of the optimizer have been noted so far."""
-
-    backend: ExpertBackend
-    holder: AgreementHolder
-    made: int
-    samples: int
-
-
 @dataclass(slots=True)
 class _Offer:
     version: int
@@ -104,7 +92,7 @@ class _Offer:
 
 
 class ReplicaExchange:
-    """See the module's docstring. Weights are read and written on the device's thread only.
+    """See the module's docstring. Weights are read and written on the device's thread.
 
     Args:
         experts: The held experts; the host changes it.
@@ -125,8 +113,7 @@ class ReplicaExchange:
         self._worker = worker
         self._experts = experts
         self._refresh_s = refresh_s
-        self._me = endpoint.peer_id.digest
-        self._held: dict[str, _Held] = {}
+        self._held = HeldReplicas(endpoint.peer_id)
         self._offers: dict[str, _Offer] = {}
         self._captures: dict[str, int] = {}
         self._making: dict[str, asyncio.Lock] = {}
@@ -145,30 +132,7 @@ class ReplicaExchange:
 
     async def track(self, backend: ExpertBackend) -> None:
         """Note where a new replica starts from, before it makes steps. Costs a copy of the weights on the CPU."""
-        await self._worker.call(partial(self._of, backend))
-
-    def _of(self, backend: ExpertBackend) -> _Held:
-        """On the device's thread: the replica with its part; one that is not tracked yet starts from what it is now.
-
-        Initial weights are everywhere the same and agreed upon. Anything else is an agreement of our own.
-        """
-        held = self._held.get(backend.uid)
-        if held is None or held.backend is not backend:
-            version = backend.weight_version
-            base = Agreement(AgreementId(version, self._me if version else b""), host_state(backend), version)
-            held = self._begin(backend, base)
-        stepper, made = held.backend.stepper, held.backend.stepper.made - held.made
-        if made:
-            held.holder.made(made, max(made, stepper.samples - held.samples))
-            held.made, held.samples = stepper.made, stepper.samples
-        return held
-
-    def _begin(self, backend: ExpertBackend, base: Agreement) -> _Held:
-        held = _Held(
-            backend, AgreementHolder(self._me, base), made=backend.stepper.made, samples=backend.stepper.samples
-        )
-        self._held[backend.uid] = held
-        return held
+        await self._worker.call(partial(self._held.of, backend))
 
     async def start_from(self, backend: ExpertBackend, snapshot: Snapshot) -> None:
         """Make a replica a copy of a snapshot, and go on from there. Raises as `restore`."""
@@ -177,18 +141,18 @@ class ReplicaExchange:
             found = restore(backend, snapshot).agreement
             # memory of its own, so that the snapshot's as a whole can go
             weights = {name: tensor.clone() for name, tensor in found.weights.items()}
-            self._begin(backend, replace(found, weights=weights))
+            self._held.begin(backend, replace(found, weights=weights))
 
         await self._worker.call(run)
         self._withdraw(backend.uid)
 
     async def unsynced(self, backend: ExpertBackend) -> int:
         """Steps of this replica that no agreement is known to hold."""
-        return await self._worker.call(lambda: self._of(backend).holder.steps)
+        return await self._worker.call(lambda: self._held.of(backend).holder.steps)
 
     async def base_version(self, backend: ExpertBackend) -> int:
         """The version of the agreement that this replica goes on from."""
-        return await self._worker.call(lambda: self._of(backend).holder.base.weight_version)
+        return await self._worker.call(lambda: self._held.of(backend).holder.base.weight_version)
 
     # ---- what others ask for
 
@@ -224,9 +188,9 @@ class ReplicaExchange:
         alone = not self._holders(uid)
 
         def make() -> tuple[int, Snapshot | None]:
-            held = self._of(backend)
+            held = self._held.of(backend)
             if alone:
-                self._agree_alone(held)
+                self._held.agree_alone(held)
             version = held.holder.base.weight_version
             current = offer is not None and offer.version == version and self._store.get(snapshot_key(uid)) is not None
             return version, None if version <= have or current else capture(backend, held.holder.base)
@@ -241,23 +205,14 @@ class ReplicaExchange:
         self._store.publish(snapshot_key(uid), snapshot)
         self._offers[uid] = _Offer(snapshot.metadata["weight_version"], now_s, now_s)
 
-    def _agree_alone(self, held: _Held) -> None:
-        """On the device's thread: what a lone holder has done is agreed upon."""
-        while held.holder.steps:  # twice if a capture is outstanding
-            own = held.holder.capture(host_state(held.backend))
-            assert own is not None
-            found = agree(held.holder.base, [own], self._me)
-            if found is None or held.holder.adopt(found, host_state(held.backend)) is None:
-                return
-
     async def _hand_out(self, context: CallContext, data: bytes) -> bytes:
         """Publish a capture for a coordinator on our base; in any case say what our base is."""
         meta, _ = from_frame(data, _FRAME_LIMITS)
         backend, base = self._asked_for(meta), id_from_json(meta.get("agreement"))
         uid, key = backend.uid, capture_key(backend.uid)
 
-        def make() -> tuple[_Held, Capture | None, Snapshot | None]:
-            held = self._of(backend)
+        def make() -> tuple[Held, Capture | None, Snapshot | None]:
+            held = self._held.of(backend)
             if held.holder.base.id != base:
                 return held, None, None
             own = held.holder.capture(host_state(backend))
@@ -275,7 +230,7 @@ class ReplicaExchange:
     def sweep(self) -> None:
         """Withdraw snapshots that nobody has asked for lately, and forget experts given up."""
         now_s = self._runtime.clock.time()
-        for uid in [uid for uid in {**self._held, **self._offers} if uid not in self._experts]:
+        for uid in [*self._held.gone(self._experts), *(uid for uid in self._offers if uid not in self._experts)]:
             self.forget(uid)
         for uid, offer in list(self._offers.items()):
             if now_s - offer.asked_s > _KEEP_OFFERS_S:
@@ -284,7 +239,7 @@ class ReplicaExchange:
     def forget(self, uid: str) -> None:
         """Stop offering an expert, and taking part in its agreements."""
         self._making.pop(uid, None)
-        self._held.pop(uid, None)
+        self._held.forget(uid)
         self._withdraw(uid)
         self._withdraw_capture(uid)
 
@@ -366,7 +321,7 @@ class ReplicaExchange:
 
     async def _synchronise_one(self, backend: ExpertBackend, others: Sequence[HostRecord], leaving: bool) -> bool:
         uid = backend.uid
-        base, steps = await self._worker.call(lambda: self._position(backend))
+        base, steps = await self._worker.call(lambda: _position(self._held.of(backend)))
         ahead = [host for host in others if host.experts[uid] > base.steps]
         if not ahead and not steps:
             return False
@@ -377,10 +332,6 @@ class ReplicaExchange:
         if first == me:
             return await self._coordinate(backend, base, others)
         return await self._follow(backend, sorted(ahead, key=lambda h: h.peer_id != first), base)
-
-    def _position(self, backend: ExpertBackend) -> tuple[AgreementId, int]:
-        holder = self._of(backend).holder
-        return holder.base.id, holder.steps
 
     async def _follow(self, backend: ExpertBackend, donors: Sequence[HostRecord], base: AgreementId) -> bool:
         """Go on from the newest agreement of the first donor that has a newer one than ours."""
@@ -399,30 +350,12 @@ class ReplicaExchange:
         """Go on from an agreement. Returns whether the weights have changed. Raises as `restore`."""
         before = backend.weight_version
         weights = {name: tensor.clone() for name, tensor in new.weights.items()}
-        changed, lost, agreed = await self._worker.call(
-            partial(self._rebase, backend, replace(new, weights=weights), optimizer)
-        )
-        if agreed:
+        moved = await self._worker.call(partial(self._held.adopt, backend, replace(new, weights=weights), optimizer))
+        if moved.newer:
             self._withdraw_capture(backend.uid)
             if donor:
-                self._runtime.emit(ReplicaSynced(backend.uid, donor, before, backend.weight_version, lost))
-        return changed
-
-    def _rebase(self, backend: ExpertBackend, new: Agreement, optimizer: OptimizerState) -> tuple[bool, int, bool]:
-        """On the device's thread: whether the weights have changed, the steps lost, and whether it was newer at all.
-
-        Weights that stay as they are were made by this replica alone: its optimizer goes on as it is, too.
-        """
-        held, now = self._of(backend), host_state(backend)
-        rebased = held.holder.adopt(new, now)
-        if rebased is None:
-            return False, 0, False
-        changed = any(not torch.equal(now[name], tensor) for name, tensor in rebased.weights.items())
-        if changed:
-            write_weights(backend, rebased.weights)
-            backend.stepper.set_state(optimizer)
-        backend.weight_version = max(backend.weight_version, rebased.weight_version)
-        return changed, rebased.lost_steps, True
+                self._runtime.emit(ReplicaSynced(backend.uid, donor, before, backend.weight_version, moved.lost_steps))
+        return moved.changed
 
     async def _coordinate(self, backend: ExpertBackend, base: AgreementId, others: Sequence[HostRecord]) -> bool:
         """Collect captures, merge them, and go on from the result."""
@@ -436,7 +369,7 @@ class ReplicaExchange:
         given = [one for one in found if one is not None]
 
         def own() -> tuple[Agreement, Capture | None, OptimizerState]:
-            held = self._of(backend)
+            held = self._held.of(backend)
             mine = held.holder.capture(host_state(backend))
             return held.holder.base, mine, host_optimizer(backend)
 
@@ -445,7 +378,7 @@ class ReplicaExchange:
             return False  # restored from elsewhere meanwhile
         captures = [one for one, _ in given] + ([mine] if mine is not None else [])
         try:
-            merged = await self._runtime.offload(agree, agreement, captures, self._me)
+            merged = await self._runtime.offload(agree, agreement, captures, self._held.me)
         except SwarmError as error:
             self._runtime.emit(ReplicaSyncFailed(backend.uid, str(self._endpoint.peer_id), error.message))
             return False
@@ -458,8 +391,8 @@ class ReplicaExchange:
         self._runtime.emit(ReplicasAgreed(backend.uid, merged.weight_version, len(captures), steps))
         async with self._making.setdefault(backend.uid, asyncio.Lock()):
             # at once, so that the others get the merged moments and not those of later steps
-            held = self._held[backend.uid]
-            self._show(backend.uid, await self._worker.call(lambda: capture(backend, held.holder.base)))
+            snapshot = await self._worker.call(lambda: capture(backend, self._held.of(backend).holder.base))
+            self._show(backend.uid, snapshot)
         return changed
 
     async def _ask(self, backend: ExpertBackend, host: HostRecord, base: AgreementId) -> tuple[AgreementId, int] | None:
@@ -483,13 +416,17 @@ class ReplicaExchange:
         try:
             snapshot = await self._fetch(backend, host, capture_key(backend.uid))
             own, optimizer = await self._runtime.offload(checked_capture, backend, snapshot, host.peer_id.digest)
-            agreement = self._held[backend.uid].holder.base
+            agreement = await self._worker.call(lambda: self._held.of(backend).holder.base)
             if own.base != base or own.number <= agreement.contained.get(own.holder, 0) or own.steps < 1:
                 raise MalformedFrameError("The capture does not belong to this agreement.")
         except SwarmError as error:
             self._runtime.emit(ReplicaSyncFailed(backend.uid, str(host.peer_id), error.message))
             return None
         return own, optimizer
+
+
+def _position(held: Held) -> tuple[AgreementId, int]:
+    return held.holder.base.id, held.holder.steps
 
 
 def capture_key(uid: str) -> str:
