@@ -8,16 +8,16 @@ adopts it, however late and from whomever, knows what to add of its own:
 - its outstanding capture is contained: what it has done since that capture (`now - captured`);
 - it is not: all that it has done since its base (`now - sync`), the capture's part among it.
 
-A capture that has been handed out stays as it is until an agreement has decided about it, so that a second coordinator
-gets the same one: two results cannot hold different parts of one delta. So no step is lost, and none counts twice, as
-long as the agreements follow one another. Of two on one base (coordinators that could not see each other) the larger id
-wins, which holds more steps, and a holder whose capture is in the other one alone is told how many that costs.
+A capture that has been handed out stays as it is until an agreement contains it, so that a second coordinator gets the
+same one (moved to its base): two results cannot hold different parts of one delta. So none counts twice, and no step is
+lost as long as the agreements follow one another. Of two on one base (coordinators that could not see each other) the
+one with more steps wins, and a holder whose capture is in the other one alone is told how many steps that costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -191,6 +191,7 @@ class AgreementHolder:
         check_like(new.weights, self.base.weights, "an agreement")
         contained, own = new.contained.get(self._me, 0), self._capture
         lost = self._taken[1] if contained < self._taken[0] else 0
+        self._capture = None
         if own is not None and contained >= own.number:
             start: State = own.weights
             self.steps -= own.steps
@@ -198,9 +199,12 @@ class AgreementHolder:
             self._taken = (own.number, own.steps)
         else:
             start = self.base.weights
+            if own is not None:
+                # the same delta on the new base: another agreement that has taken it may still prevail
+                moved = {name: _moved(tensor, own.weights[name], start[name]) for name, tensor in new.weights.items()}
+                self._capture = replace(own, base=new.id, weights=moved)
         # numbers are never used again, also those of captures that no agreement has taken
         self._last = max(self._last, contained)
-        self._capture = None
         weights = {name: _moved(tensor, now[name], start[name]) for name, tensor in new.weights.items()}
         # versions only rise, also where a holder with steps of its own has been ahead of a lone result
         self.base = new

@@ -331,7 +331,9 @@ class ReplicaExchange:
         first = rendezvous_order(uid, candidates)[0]
         if first == me:
             return await self._coordinate(backend, base, others)
-        return await self._follow(backend, sorted(ahead, key=lambda h: h.peer_id != first), base)
+        # whoever coordinates may have agreed upon our steps without having announced it yet
+        donors = [h for h in others if h.peer_id == first and steps] or [h for h in ahead if h.peer_id == first]
+        return await self._follow(backend, [*donors, *(h for h in ahead if h.peer_id != first)], base)
 
     async def _follow(self, backend: ExpertBackend, donors: Sequence[HostRecord], base: AgreementId) -> bool:
         """Go on from the newest agreement of the first donor that has a newer one than ours."""

@@ -134,11 +134,11 @@ class _Replicas:
             self.holders[i].made(1, 1)
             self.steps.append((i, len(self.steps)))
 
-    def adopt(self, i: int, found: Agreement) -> None:
+    def adopt(self, i: int, found: Agreement, forks: bool = False) -> None:
         before = self.holders[i].weight_version
         rebased = self.holders[i].adopt(found, self.now[i])
         if rebased is not None:
-            assert rebased.lost_steps == 0
+            assert forks or rebased.lost_steps == 0
             assert rebased.weight_version >= before or rebased.own_steps
             self.now[i] = rebased.weights
 
@@ -161,6 +161,21 @@ class _Replicas:
                 self.adopt(i, found)
         if dies and len(self.alive) > 1:
             self.alive.remove(coordinator)
+
+    def blind_round(self, coordinator: int, seen: list[int]) -> None:
+        """An agreement of a coordinator that knows of some holders only: others may agree beside it."""
+        group = [i for i in self.alive if i in seen or i == coordinator]
+        newest = max((self.holders[i].base for i in group), key=lambda base: base.id)
+        for i in group:
+            self.adopt(i, newest, forks=True)
+        captures = [c for i in group if (c := self.holders[i].capture(self.now[i])) is not None]
+        if captures:
+            total = newest.weights["w"] + sum(c.weights["w"] - newest.weights["w"] for c in captures)
+            found = agree(newest, captures, bytes([coordinator]))
+            assert found is not None
+            self.adopt(
+                coordinator, Agreement(found.id, {"w": total}, found.weight_version, found.contained), forks=True
+            )
 
     def check(self) -> None:
         for i in self.alive:
@@ -201,3 +216,30 @@ def test_each_step_counts_once_whoever_dies_and_whatever_is_not_delivered(
         replicas.round(replicas.alive[0], None, everybody, dies=False)
     replicas.check()
     assert len({tuple(replicas.now[i]["w"].tolist()) for i in everybody}) == 1
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("step"), st.integers(0, 3)),
+            st.tuples(st.just("round"), st.integers(0, 3), st.lists(st.integers(0, 3), unique=True)),
+        ),
+        max_size=40,
+    )
+)
+def test_coordinators_that_do_not_see_each_other_may_cost_steps_but_never_count_one_twice(
+    actions: list[tuple[str, int, list[int]]],
+) -> None:
+    replicas = _Replicas(4)
+    for name, who, *rest in actions:
+        if name == "step":
+            replicas.step(who)
+        else:
+            replicas.blind_round(who, rest[0])
+        for now in replicas.now:
+            assert set(now["w"].tolist()) <= {0.0, 1.0}, "a step counts twice"
+    for _ in range(3):
+        for i in range(4):
+            replicas.blind_round(i, [0, 1, 2, 3])
+    assert len({tuple(now["w"].tolist()) for now in replicas.now}) == 1
