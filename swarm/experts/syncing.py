@@ -179,13 +179,13 @@ class ReplicaExchange:
 
     async def _publish(self, backend: ExpertBackend, have: int) -> int:
         now_s, uid = self._runtime.clock.time(), backend.uid
+        # a newcomer gets all that a lone holder has; other holders' steps are merged by whoever coordinates
+        alone = have == NEVER and not self._holders(uid)
         offer = self._offers.get(uid)
         if offer is not None and offer.version > have:
             offer.asked_s = now_s
-            lone = not self._holders(uid)
-            if lone and (backend.weight_version == offer.version or now_s - offer.made_s < self._refresh_s):
+            if alone and (backend.weight_version == offer.version or now_s - offer.made_s < self._refresh_s):
                 return offer.version
-        alone = not self._holders(uid)
 
         def make() -> tuple[int, Snapshot | None]:
             held = self._held.of(backend)

@@ -30,9 +30,9 @@ from swarm.experts.happenings import ExpertDropped, ExpertTaken, GradientsLost, 
 from swarm.experts.host import ExpertHost
 from swarm.experts.protocol import CALL, CALL_STREAM, CallRequest, CallResponse, PartRequest, RequestIds
 from swarm.experts.registry import build_expert
-from swarm.experts.syncing import ReplicaSynced
 from swarm.experts.serving import PartFailed
 from swarm.experts.spec import ExpertGrid, OptimizerSpec, TensorSpec, expert
+from swarm.experts.syncing import ReplicasAgreed, ReplicaSynced
 from swarm.net.transport import Contact
 from swarm.roles import Role
 from swarm.state.transfer import SnapshotStore
@@ -497,6 +497,31 @@ def test_a_secondary_follows_the_replica_that_is_trained(world: World) -> None:
         for i in (0, 1):
             await swarm.one("ffn.0", "backward", [x, x], swarm.ids.next(), to=i, apply=True, with_inputs=True)
         assert all(torch.equal(p, q) for p, q in zip(a.parameters, b.parameters, strict=True))
+
+    run(world, body)
+
+
+def test_replicas_that_all_learn_agree_and_a_host_that_leaves_takes_no_step_along(world: World) -> None:
+    swarm = Swarm(world, grid("ffn.[0:1]", replicas=3, optimizer=OptimizerSpec("sgd", lr=0.1)))
+
+    async def body() -> None:
+        await swarm.begin(hosts=3)
+        await swarm.settled(3)
+        backends = [h.backend("ffn.0") for h in swarm.hosts]
+        for i, steps in enumerate((3, 1, 2)):
+            for _ in range(steps):
+                x = torch.randn(4, HID)
+                await swarm.one("ffn.0", "backward", [x, x], swarm.ids.next(), to=i, apply=True, with_inputs=True)
+        await eventually(lambda: [h.held["ffn.0"] for h in swarm.hosts] == [6, 6, 6], timeout_s=15.0)
+        for other in backends[1:]:
+            assert all(torch.equal(p, q) for p, q in zip(backends[0].parameters, other.parameters, strict=True))
+        agreed = [e for i in range(3) for e in swarm.events(i, ReplicasAgreed)]
+        assert sum(e.steps for e in agreed) == 6
+        x = torch.randn(4, HID)
+        await swarm.one("ffn.0", "backward", [x, x], swarm.ids.next(), to=1, apply=True, with_inputs=True)
+        await swarm.hosts[1].close(drain=True)
+        assert swarm.events(1, HandOverIncomplete) == []
+        assert max(swarm.hosts[i].held["ffn.0"] for i in (0, 2)) == 7
 
     run(world, body)
 

@@ -99,13 +99,14 @@ def test_a_snapshot_is_made_on_request_and_reused_while_it_is_fresh(memory_world
         await two.exchange.version_at(one.record(), "a.0", have=0)
         first = one.store.get(snapshot_key("a.0"))
         train(source)
-        await two.exchange.version_at(one.record(), "a.0", have=0)
+        await two.exchange.version_at(one.record(), "a.0", have=NEVER)
         assert one.store.get(snapshot_key("a.0")) is first, "young enough"
-        await two.exchange.version_at(one.record(), "a.0", have=1)
+        await asyncio.sleep(6.0)
+        await two.exchange.version_at(one.record(), "a.0", have=NEVER)
         second = one.store.get(snapshot_key("a.0"))
         assert second is not None
-        assert second.metadata["weight_version"] == 2, "the young one is not newer than what the other has"
-        await two.exchange.version_at(one.record(), "a.0", have=NEVER)
+        assert second.metadata["weight_version"] == 2
+        assert await two.exchange.version_at(one.record(), "a.0", have=0) == 2
         assert one.store.get(snapshot_key("a.0")) is second
         await asyncio.sleep(100.0)
         one.exchange.sweep()
