@@ -59,8 +59,11 @@ def test_128_peers_push_while_a_fifth_of_all_messages_is_lost(memory_world: Memo
         torch.testing.assert_close(torch.stack([x for _, x in masses]).sum(0), total, rtol=0, atol=1e-9)
 
     memory_world.run(main, timeout_s=590)
-    print(f"spread {before:.3g} to {spread(values):.3g}")
-    assert spread(values) < 0.1 * before
+    # Without losses a step multiplies the variance by 0.52. A lost message keeps its share on the way until the next
+    # step confirms it: 0.916 and 0.921 for two seeds.
+    rate = (spread(values) / before) ** (1 / steps)
+    print(f"spread {before:.3g} to {spread(values):.3g}: times {rate:.3f} a step")
+    assert rate < 0.94
 
 
 @pytest.mark.timeout(600)
