@@ -46,7 +46,9 @@ class AllReduce:
         min_group: Fewer members do not average.
         max_group: A group is sealed at once when it has so many.
         codec: How values travel: a name (see `swarm.tensors.codecs`), or `auto`, which chooses for each tensor by role,
-            size and dtype. `none` sends every dtype as it is. Sums are always in fp32 or better.
+            size and dtype. `none` sends every dtype as it is. Sums are always in fp32 or better. Equal weights are
+            divided out after the sum: where n members' sum exceeds fp32 (3.4e38; float64's own limit for float64), the
+            chunk keeps local values, although the mean itself may be finite.
         role: What the tensors are. Those of `gradients` (and differences) are rounded stochastically, without bias.
         error_feedback: Keep what lossy codecs leave out and send it in the next round, at the price of one fp32 copy of
             the tensors that travel with them. None: with `int8`, `int4` and `topk`, unless parts are verified.
