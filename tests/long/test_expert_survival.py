@@ -1,4 +1,4 @@
-"""A host of four is killed while two trainers learn: no step fails, nothing stays masked, replicas return, loss holds."""
+"""A host of four is killed while two trainers learn: no step fails, nothing stays masked, replicas return."""
 
 import pytest
 
