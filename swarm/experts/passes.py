@@ -212,6 +212,15 @@ def _spoilt(inputs: Sequence[Tensor]) -> list[Tensor | None]:
     return [torch.full_like(x, torch.nan) if x.is_floating_point() else None for x in inputs]
 
 
+def forward_now(
+    call: RemotePass, specs: Sequence[TensorSpec], rows_of: Tensor | None, inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The forward pass from the user's thread, to its end; autograd sees nothing of it."""
+    call.begin(gather(inputs, rows_of))
+    run_on_loop(call.client, call.forward_async())
+    return tuple(call.outputs(specs, inputs[0].device))
+
+
 class RemoteFunction(torch.autograd.Function):
     """`apply(call, specs, rows_of, anchor, *inputs)` -> outputs of all experts, in the order of the rows.
 
@@ -224,15 +233,13 @@ class RemoteFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: RemotePass, specs: Sequence[TensorSpec], rows_of: Tensor | None, anchor: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        call.begin(gather(inputs, rows_of))
-        run_on_loop(call.client, call.forward_async())
-        outputs = call.outputs(specs, inputs[0].device)
+        outputs = forward_now(call, specs, rows_of, inputs)
         ctx.call, ctx.rows_of, ctx.n_inputs = call, rows_of, len(inputs)
         ctx.save_for_backward(*inputs, *call.kept())
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
         ctx.set_materialize_grads(False)
         ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

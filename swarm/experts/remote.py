@@ -13,7 +13,7 @@ from swarm.errors import NonFiniteError, NotEnoughExpertsError, SchemaMismatchEr
 from swarm.experts.anomalies import AnswerSizes
 from swarm.experts.calls import CallOptions, LayerSnapshot, LayerStats
 from swarm.experts.client import ExpertClient
-from swarm.experts.passes import LayerCall, PendingBackward, RemoteFunction, RemotePass, gather
+from swarm.experts.passes import LayerCall, PendingBackward, RemoteFunction, RemotePass, forward_now, gather
 from swarm.experts.registry import dtype_name, torch_dtype
 from swarm.experts.spec import TensorSpec
 from swarm.tensors.codecs import codec as codec_of
@@ -125,6 +125,8 @@ class RemoteLayer(nn.Module):
     def _remote(
         self, call: RemotePass, specs: Sequence[TensorSpec], rows_of: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
+        if not torch.is_grad_enabled():
+            return forward_now(call, specs, rows_of, inputs)
         anchor = self._anchor if self._trains else self._anchor.detach()
         results: tuple[Tensor, ...] = RemoteFunction.apply(call, specs, rows_of, anchor, *inputs)  # type: ignore[no-untyped-call]
         return results
