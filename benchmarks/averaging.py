@@ -139,6 +139,18 @@ class System:
         if counts:
             self.rounds[name].append(answers)
 
+    def run(self, rounds: int) -> None:
+        """Wait until all its processes are ready, run so many rounds of each kind and one before, and end them."""
+        done = False
+        try:
+            self.answers(START_TIMEOUT_S)
+            for index in range(rounds + 1):
+                for name in self.rounds:
+                    self.round(name, counts=index > 0)
+            done = True
+        finally:
+            self.end(kill=not done)
+
     def median(self, name: str, key: str, total: bool = False) -> float:
         """Median over rounds of the slowest peer's figure, or of the sum over peers."""
         combine = sum if total else max
@@ -221,17 +233,9 @@ def measure_links(peers: int, numel: int, rounds: int, mbit: float, latency_ms: 
             }  # two links lie between two peers
             links.append(f"{port}/{proxy.add(str(rank), f'127.0.0.1:{port}', **shape)}")
         system = System.start(ours_on("cpu"), peers, numel, Path(folder), list(CODECS), links)
-        done = False
-        try:
-            for rank, process in enumerate(system.processes):
-                proxy.own(str(rank), process.pid)
-            system.answers(START_TIMEOUT_S)
-            for index in range(rounds + 1):
-                for codec in CODECS:
-                    system.round(codec, counts=index > 0)
-            done = True
-        finally:
-            system.end(kill=not done)
+        for rank, process in enumerate(system.processes):
+            proxy.own(str(rank), process.pid)
+        system.run(rounds)
     for codec in CODECS:
         figures[f"{codec}_s"] = system.median(codec, "exchange_s")
     for codec in CODECS:
@@ -248,15 +252,7 @@ def measure_device(peers: int, numel: int, rounds: int, device: str) -> dict[str
     names = [name + suffix for name in CODECS for suffix in ("", "/background")]
     with tempfile.TemporaryDirectory() as folder:
         system = System.start(ours_on(device), peers, numel, Path(folder), names)
-        done = False
-        try:
-            system.answers(START_TIMEOUT_S)
-            for index in range(rounds + 1):
-                for name in names:
-                    system.round(name, counts=index > 0)
-            done = True
-        finally:
-            system.end(kill=not done)
+        system.run(rounds)
     for codec in CODECS:
         figures[f"{codec}_s"] = system.median(codec, "exchange_s")
         for key in ("step_s", "copy_s"):

@@ -21,7 +21,7 @@ from swarm.experts.checkpoints import ExpertCheckpoints
 from swarm.experts.overview import keepers_of
 from swarm.experts.protocol import CALLERS
 from swarm.experts.records import HostRecord
-from swarm.experts.replicas import capture
+from swarm.experts.replicas import capture, transfer_bounds
 from swarm.experts.spec import parse_uid
 from swarm.experts.syncing import NEVER, ReplicaExchange
 from swarm.experts.workers import Worker
@@ -41,8 +41,6 @@ PROVISIONAL_TTLS = 10
 _MAX_OFFERED = 4
 _KEEP_OFFERS_S = 60.0
 _BUSY_S = 10.0
-_SLOWEST_BYTES_S = 256 * 1024
-_TRANSFER_FLOOR_S = 10.0
 _FRAME_LIMITS = Limits(max_header_bytes=4096, max_tensors=0, max_payload_bytes=0)
 
 
@@ -283,11 +281,9 @@ class ExpertKeeper:
     async def _fetch(self, backend: ExpertBackend, source: HostRecord, have: int) -> Snapshot:
         contact = Contact(source.peer_id, source.addresses)
         request = to_frame({"uid": backend.uid}, [])
-        nbytes = 5 * backend.profile.parameter_bytes + (1 << 20)
-        patience_s = _TRANSFER_FLOOR_S + nbytes / _SLOWEST_BYTES_S
+        limits, patience_s = transfer_bounds(backend)
         # it reads its disk before it answers
         await self._endpoint.transport.call(contact, OFFER_KEPT, request, timeout_s=patience_s)
-        limits = Limits(max_header_bytes=4 << 20, max_tensors=65536, max_payload_bytes=nbytes)
         snapshot = await fetch_snapshot(
             self._endpoint, contact, kept_key(backend.uid), limits=limits, timeout_s=patience_s
         )

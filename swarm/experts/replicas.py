@@ -20,11 +20,14 @@ from swarm.experts.agreement import MAX_CONTAINED, Agreement, AgreementId, Captu
 from swarm.experts.backend import ExpertBackend
 from swarm.state.transfer import Snapshot
 from swarm.tensors.schema import check_finite
+from swarm.tensors.wire import Limits
 
 OptimizerState = dict[int, dict[str, Any]]
 """What an optimizer keeps, by the parameter's position: tensors and numbers."""
 MAX_STEPS = 1 << 62
 _MAX_DIGEST_BYTES = 32
+_SLOWEST_BYTES_S = 256 * 1024
+_TRANSFER_FLOOR_S = 10.0
 _OPTIMIZER_NAME = re.compile(r"optimizer\.(0|[1-9][0-9]{0,5})\.([a-z_][a-z0-9_]{0,40})")
 _NEVER_NEGATIVE = frozenset(
     (
@@ -75,6 +78,14 @@ def _snapshot(backend: ExpertBackend, weights: State, metadata: dict[str, Any]) 
             elif isinstance(value, bool | int | float):
                 scalars.setdefault(str(index), {})[name] = value
     return Snapshot.build(tensors, {"uid": backend.uid, "scalars": scalars, **metadata})
+
+
+def transfer_bounds(backend: ExpertBackend) -> tuple[Limits, float]:
+    """What a snapshot of this expert may take when it travels: bytes, and seconds."""
+    # the optimizers at hand hold up to three values per parameter besides it
+    nbytes = 5 * backend.profile.parameter_bytes + (1 << 20)
+    limits = Limits(max_header_bytes=4 << 20, max_tensors=65536, max_payload_bytes=nbytes)
+    return limits, _TRANSFER_FLOOR_S + nbytes / _SLOWEST_BYTES_S
 
 
 def id_to_json(id_: AgreementId) -> list[Any]:

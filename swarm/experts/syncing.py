@@ -35,6 +35,7 @@ from swarm.experts.replicas import (
     is_count,
     merged_optimizer,
     restore,
+    transfer_bounds,
 )
 from swarm.experts.spec import parse_uid
 from swarm.experts.tracking import Held, HeldReplicas
@@ -47,8 +48,6 @@ NEVER = -1
 """The `have` of a host that has no version of the expert yet."""
 _FRAME_LIMITS = Limits(max_header_bytes=4096, max_tensors=0, max_payload_bytes=0)
 _KEEP_OFFERS_S = 60.0
-_SLOWEST_BYTES_S = 256 * 1024
-_TRANSFER_FLOOR_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,16 +288,9 @@ class ReplicaExchange:
         return None
 
     async def _fetch(self, backend: ExpertBackend, donor: HostRecord, key: str) -> Snapshot:
-        # the optimizers at hand hold up to three values per parameter besides it
-        nbytes = 5 * backend.profile.parameter_bytes + (1 << 20)
-        limits = Limits(max_header_bytes=4 << 20, max_tensors=65536, max_payload_bytes=nbytes)
-        return await fetch_snapshot(
-            self._endpoint,
-            Contact(donor.peer_id, donor.addresses),
-            key,
-            limits=limits,
-            timeout_s=_TRANSFER_FLOOR_S + nbytes / _SLOWEST_BYTES_S,
-        )
+        limits, patience_s = transfer_bounds(backend)
+        contact = Contact(donor.peer_id, donor.addresses)
+        return await fetch_snapshot(self._endpoint, contact, key, limits=limits, timeout_s=patience_s)
 
     # ---- agreeing
 
