@@ -43,7 +43,7 @@ class AllReduce:
     """Strategy: everybody in a group gets the group's weighted mean, in one exchange.
 
     Attributes:
-        min_group: Fewer members do not average.
+        min_group: Fewer members do not average. At least 3 with a robust reducer.
         max_group: A group is sealed at once when it has so many.
         codec: How values travel: a name (see `swarm.tensors.codecs`), or `auto`, which chooses for each tensor by role,
             size and dtype. `none` sends every dtype as it is. Sums are always in fp32 or better. Equal weights are
@@ -53,8 +53,8 @@ class AllReduce:
         error_feedback: Keep what lossy codecs leave out and send it in the next round, at the price of one fp32 copy of
             the tensors that travel with them. None: with `int8`, `int4` and `topk`, unless parts are verified.
         reducer: `"mean"`, or what bounds the influence of members that lie about their values: `CenteredClip()`,
-            `Median()`, `TrimmedMean()`. These need groups of more than two, cost more time (see docs/benchmarks.md),
-            and memory for one chunk of every member.
+            `Median()`, `TrimmedMean()`. These average in groups of three or more, and cost more time (see
+            docs/benchmarks.md) and memory for one chunk of every member.
         verify_parts: A second member repeats each reduction, and members write only what it confirms: a reducer's false
             averages are not applied. Values are sent twice. Not together with error feedback, which nobody else can
             repeat.
@@ -73,6 +73,12 @@ class AllReduce:
             raise UsageError("An averaging group has 2 to 256 members.", fix="Use 2 <= min_group <= max_group <= 256.")
         check_codec(self.codec, self.role)
         check_reducer(self.reducer)
+        if self.reducer != "mean" and self.min_group < LEAST_ROBUST:
+            if self.max_group < LEAST_ROBUST:
+                raise UsageError(
+                    "Of two members nobody can tell which one lies.", fix=f"Use max_group >= {LEAST_ROBUST}."
+                )
+            object.__setattr__(self, "min_group", LEAST_ROBUST)
         if self.reducer != "mean" and self.codec.startswith(_DIFFERENCES_ONLY):
             raise UsageError(
                 f"Members that send their largest values only ({self.codec}) do not send the same coordinates, so that "
@@ -84,6 +90,10 @@ class AllReduce:
                 "Parts cannot be verified with error feedback: nobody else knows what a reducer held back.",
                 fix="Leave out error_feedback, or verify_parts.",
             )
+
+
+LEAST_ROBUST = 3
+"""Members that a group with a robust reducer has at least."""
 
 
 def check_codec(name: str, role: Role) -> None:

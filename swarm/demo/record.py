@@ -114,18 +114,22 @@ class DemoRecord:
         return result
 
     def spreads(self, survivors: Sequence[str]) -> tuple[float, float] | None:
-        """Largest difference between two survivors' parameters before and after the last round that they shared."""
+        """Largest difference between two survivors' parameters before and after the last round that they shared.
+
+        Rounds that went without a fault for both come first: a fault in a round is allowed to leave parts of it out.
+        """
         import numpy as np
 
-        latest: tuple[int, dict[str, Any], dict[str, Any]] | None = None
+        latest: tuple[tuple[bool, int], dict[str, Any], dict[str, Any]] | None = None
         for i, a in enumerate(survivors):
             for b in survivors[i + 1 :]:
                 for one in self.trainers[a].rounds:
                     for other in self.trainers[b].rounds:
                         same = one["group"] == other["group"]
                         there = same and Path(one["file"]).exists() and Path(other["file"]).exists()
-                        if there and (latest is None or one["number"] > latest[0]):
-                            latest = (int(one["number"]), one, other)
+                        rank = (bool(one["whole"] and other["whole"]), int(one["number"]))
+                        if there and (latest is None or rank > latest[0]):
+                            latest = (rank, one, other)
         if latest is None:
             return None
         difference = np.abs(np.load(latest[1]["file"]) - np.load(latest[2]["file"]))

@@ -74,12 +74,16 @@ class DemoHeldOut(Event):
 
 @dataclass(frozen=True, slots=True)
 class DemoRound(Event):
-    """A group averaged the trunk. `file` holds the parameters before and after it. [2, n] float32"""
+    """A group averaged the trunk. `file` holds the parameters before and after it. [2, n] float32
+
+    A round that is not `whole` has left some part out for this peer, because somebody stalled or died in it.
+    """
 
     number: int
     group: str
     members: tuple[str, ...]
     file: str
+    whole: bool
 
 
 def train(peer: Peer, *, steps: int, seed: int, data: str | None, device: str, every: int, eval_every: int) -> None:
@@ -193,5 +197,11 @@ class _RoundRecorder:
         while len(self._files) > KEPT_ROUNDS:
             self._files.pop(0).unlink(missing_ok=True)
         self._peer.events.emit(
-            DemoRound(number=self._count, group=ended.outcome.nonce, members=ended.members, file=str(file))
+            DemoRound(
+                number=self._count,
+                group=ended.outcome.nonce,
+                members=ended.members,
+                file=str(file),
+                whole=not ended.degraded,
+            )
         )

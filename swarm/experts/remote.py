@@ -16,8 +16,10 @@ from swarm.experts.client import ExpertClient
 from swarm.experts.passes import LayerCall, PendingBackward, RemoteFunction, RemotePass, forward_now, gather
 from swarm.experts.registry import dtype_name, torch_dtype
 from swarm.experts.spec import TensorSpec
-from swarm.tensors.codecs import codec as codec_of
 from swarm.tensors.schema import is_finite
+
+CODECS = ("none", "bf16", "fp16", "int8")
+"""How activations and gradients may travel: without error feedback, what is coarser loses too much."""
 
 
 class HasExperts(Protocol):
@@ -85,7 +87,10 @@ class RemoteLayer(nn.Module):
         for name, value in (("forward_timeout_s", forward_timeout_s), ("backward_timeout_s", backward_timeout_s)):
             if value is not None and not value > 0:
                 raise UsageError(f"{name}={value!r} is not a positive number of seconds.", fix="Use None for adaptive.")
-        codec_of(codec)
+        if codec not in CODECS:
+            raise UsageError(
+                f"Activations and gradients cannot travel as {codec!r}.", fix=f"Use one of {', '.join(CODECS)}."
+            )
         self._handle = ClientHandle(peer.experts)
         self._layer = layer
         self.forward_timeout_s = forward_timeout_s

@@ -348,4 +348,17 @@ def attach(
         UsageError: The model has no trainable parameters, or the peer trains under this key already.
         SchemaMismatchError: The run's state belongs to another model: no donor's fits.
     """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"attach(model, optimizer, peer) got a {type(model).__name__} and a {type(optimizer).__name__}.",
+            fix="Pass the module first, then its torch optimizer.",
+        )
+    if averaging is not None and not isinstance(averaging, ParameterAveraging):
+        raise UsageError(
+            f"averaging is a {type(averaging).__name__}.",
+            fix="Write averaging=swarm.ParameterAveraging(every=50, strategy=swarm.AllReduce()).",
+        )
+    mine = {id(p) for p in model.parameters()}
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError("The optimizer holds none of the model's parameters.", fix="Make it from model.parameters().")
     return Attachment(model, optimizer, peer, averaging or ParameterAveraging(), key, on_round)

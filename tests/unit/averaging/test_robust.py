@@ -140,11 +140,18 @@ def test_weights_are_bounded_by_what_is_usual() -> None:
         lambda: CenteredClip(iterations=0),
         lambda: AllReduce(reducer="average"),  # type: ignore[arg-type]
         lambda: AllReduce(reducer=Median(), codec="topk", role="gradients"),
+        lambda: AllReduce(reducer=Median(), max_group=2),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UsageError):
         make()
+
+
+def test_a_robust_reducer_needs_three_members() -> None:
+    assert AllReduce(reducer=Median()).min_group == 3
+    assert AllReduce(reducer=Median(), min_group=5).min_group == 5
+    assert AllReduce().min_group == 2
 
 
 def test_a_reducer_leaves_out_what_is_not_finite_or_cannot_be_decoded() -> None:

@@ -61,10 +61,13 @@ def test_windows_take_the_means_around_each_fault() -> None:
 def test_spread_is_that_of_the_last_shared_round(tmp_path: Path) -> None:
     record = DemoRecord(["a", "b"])
 
+    degraded = {40}
+
     def add(trainer: str, group: str, step: int, before: float, after: float) -> None:
         file = tmp_path / f"{trainer}-{group}.npy"
         np.save(file, np.array([[before, 0.0], [after, 0.0]], dtype=np.float32))
-        record.take(trainer, {"kind": "DemoRound", "number": step, "group": group, "members": [], "file": str(file)})
+        event = {"kind": "DemoRound", "number": step, "group": group, "members": [], "file": str(file)}
+        record.take(trainer, {**event, "whole": step not in degraded})
 
     assert record.spreads(["a", "b"]) is None
     add("a", "g1", 10, 1.0, 0.5)
@@ -74,6 +77,9 @@ def test_spread_is_that_of_the_last_shared_round(tmp_path: Path) -> None:
     add("a", "alone", 30, 0.0, 9.0)
     assert record.spreads(["a", "b"]) == (2.0, 0.0)
     assert record.spreads(["a"]) is None
+    add("a", "g3", 40, 1.0, 3.0)
+    add("b", "g3", 40, 3.0, 4.0)
+    assert record.spreads(["a", "b"]) == (2.0, 0.0), "the last one that nothing happened in"
     (tmp_path / "b-g2.npy").unlink()
     assert record.spreads(["a", "b"]) == (3.0, 0.25)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from swarm.errors import NonFiniteError, NotEnoughExpertsError, SchemaMismatchError, UnknownExpertError
+from swarm.errors import NonFiniteError, NotEnoughExpertsError, SchemaMismatchError, UnknownExpertError, UsageError
 from swarm.experts.remote import RemoteExpert
 from tests.support import GrpcWorld
 from tests.unit.experts.fakes import DIM, GRID, LR, local_experts, set_stage
@@ -93,3 +93,9 @@ def test_a_graph_may_be_used_for_several_backward_passes(grpc_world: GrpcWorld) 
     out.backward()
     assert not torch.equal(x.grad, once)
     assert (len(set(stage.hosts[0].applied)), remote.stats.lost_updates, remote.stats.missing_gradients) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["topk", "int4", "auto", "float16"])
+def test_codecs_that_lose_too_much_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="cannot travel"):
+        RemoteExpert(None, "a.0", codec=name)  # type: ignore[arg-type]

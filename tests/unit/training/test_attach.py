@@ -434,3 +434,18 @@ def test_models_that_cannot_be_averaged_are_refused(alone: Trainer) -> None:
     with pytest.raises(UsageError):
         attached(alone, "SGD")
     attachment.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "why"),
+    [
+        (lambda m, o: (o, m), {}, "module first"),
+        (lambda m, o: (m, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)), {}, "model.parameters"),
+        (lambda m, o: (m, o), {"averaging": AllReduce()}, "ParameterAveraging"),
+    ],
+)
+def test_arguments_that_were_mixed_up_are_named(arguments: Any, options: dict[str, Any], why: str) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(UsageError) as raised:
+        attach(*arguments(model, torch.optim.SGD(model.parameters(), lr=0.1)), None, **options)  # type: ignore[arg-type]
+    assert why in str(raised.value.fix)
